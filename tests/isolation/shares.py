@@ -339,7 +339,7 @@ SHARES = (
     fault(
         "lists join a trace of many requests at once",
         f"{SERVER}/read/catalog.py",
-        "turns.over(prepared(newest_first, partial(prepare, self._reader)))",
+        "turns.over(prepared(newest_first, page.prepare))",
         "turns.over(newest_first)",
         "server/read/test_preparing.py::test_no_call_joins_a_long_trace_at_once",
     ),

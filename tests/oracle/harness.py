@@ -326,6 +326,12 @@ class _Server:
     def run(self, awaitable: Any) -> Any:
         return self._loop.run_until_complete(awaitable)
 
+    async def rest(self) -> None:
+        """Waits until what agents have sent is applied, also of those that are gone."""
+        for _ in range(100):
+            await asyncio.sleep(0)
+            await self.core.journal.settled()
+
     def call(self, name: str, request: Any) -> Any:
         """The response of a unary call, or the call of a streaming one."""
         method = self._handlers[name]
@@ -333,7 +339,9 @@ class _Server:
         if method.response_streaming:
             parse = parser_of(getattr(pb, f"{name}Response"))
             return _Call(map(parse, self._answer(name, self._collect(method, request))))
-        return _copy(method, self._answer(name, method.unary_unary(request, _Context())))
+        response = self._answer(name, method.unary_unary(request, _Context()))
+        serialize = method.response_serializer or bytes
+        return getattr(pb, f"{name}Response").FromString(serialize(response))
 
     def _answer(self, name: str, awaitable: Any) -> Any:
         try:
@@ -349,10 +357,6 @@ class _Server:
         method = self._handlers["Ingest"]
         read = (method.request_deserializer(r.SerializeToString()) async for r in requests)
         return method.stream_stream(read, _Context(read))
-
-
-def _copy(method: Any, response: Any) -> Any:
-    return type(response).FromString(method.response_serializer(response))
 
 
 class _Loopback(Driver):
@@ -628,6 +632,10 @@ class InlineWorld(BaseWorld):
             core = Core(self._store, self._config)
         self.server = _Server(self._loop, core)
 
+    def rest(self) -> None:
+        """Returns once the server has nothing left to do."""
+        self.server.run(self.server.rest())
+
     def server_of(self, engine_id: str) -> _Server:
         """The server that takes the rows of an engine."""
         return self.server
@@ -676,7 +684,11 @@ class InlineWorld(BaseWorld):
         self.counts["server restarts"] += 1
 
     def settle(self) -> None:
-        self._server_clock.advance(2 * AGENT_TIMEOUT_S[self.name])
+        self.pass_time(2 * AGENT_TIMEOUT_S[self.name])
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass at the server alone."""
+        self._server_clock.advance(seconds)
 
     def close(self) -> None:
         for agent in self.agents.values():

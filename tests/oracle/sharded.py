@@ -67,6 +67,10 @@ class ShardedWorld(InlineWorld):
             )
         self.servers[number:] = [_Server(self._loop, core), *self.servers[number + 1 :]]
 
+    def rest(self) -> None:
+        for server in self.servers:
+            server.run(server.rest())
+
     def server_of(self, engine_id: str) -> _Server:
         return self.servers[Partition(0, _WORKERS, spread=(RUN,)).of(RUN, engine_id)]
 

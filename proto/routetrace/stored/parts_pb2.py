@@ -15,15 +15,13 @@ _sym_db = _symbol_database.Default()
 from routetrace.stored import format5_pb2 as routetrace_dot_stored_dot_format5__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1droutetrace/stored/parts.proto\x12\x17routetrace.stored.parts\x1a\x1froutetrace/stored/format5.proto\"/\n\rLocateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"d\n\x0eLocateResponse\x12\x0c\n\x04here\x18\x01 \x03(\r\x12\x33\n\x07\x64\x65leted\x18\x02 \x03(\x0b\x32\".routetrace.stored.format5.Deleted\x12\x0f\n\x07has_run\x18\x03 \x01(\x08\"0\n\x0e\x43ollectRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"\xdb\x01\n\x0f\x43ollectResponse\x12,\n\x05parts\x18\x01 \x03(\x0b\x32\x1d.routetrace.stored.parts.Part\x12\x33\n\x07\x64\x65leted\x18\x02 \x03(\x0b\x32\".routetrace.stored.format5.Deleted\x12\x32\n\x07layouts\x18\x03 \x03(\x0b\x32!.routetrace.stored.format5.Layout\x12\x31\n\x06\x63hunks\x18\x04 \x03(\x0b\x32!.routetrace.stored.format5.Frames\"W\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x05trace\x18\x02 \x01(\x0b\x32 .routetrace.stored.format5.Trace\x12\x0f\n\x07running\x18\x03 \x03(\x08\"/\n\rGlanceRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"B\n\x0eGlanceResponse\x12\x30\n\x07glances\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Glance\"4\n\x06Glance\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04left\x18\x02 \x01(\x01\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\"|\n\rForgetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0e\n\x06judged\x18\x05 \x01(\x04\x12\r\n\x05since\x18\x06 \x01(\x01\x12\r\n\x05until\x18\x07 \x01(\x01\"\x1f\n\x0e\x46orgetResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\"P\n\x0cRenewRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x0b\n\x03ttl\x18\x03 \x01(\x01\x12\x13\n\x0bkeep_longer\x18\x04 \x01(\x08\" \n\rRenewResponse\x12\x0f\n\x07indexes\x18\x01 \x03(\r\"0\n\x10RetirableRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07through\x18\x02 \x01(\x03\"G\n\x11RetirableResponse\x12\x11\n\ttrace_ids\x18\x01 \x03(\t\x12\x0e\n\x06judged\x18\x02 \x01(\x04\x12\x0f\n\x07unknown\x18\x03 \x03(\r\"\xa9\x01\n\x0bListRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x04\x12\x0c\n\x04most\x18\x03 \x01(\r\x12@\n\x06labels\x18\x04 \x03(\x0b\x32\x30.routetrace.stored.parts.ListRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x0cListResponse\x12/\n\x06listed\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Listed\";\n\x06Listed\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x01\"M\n\rFramesRequest\x12/\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Frames\x12\x0b\n\x03run\x18\x02 \x01(\t\":\n\x06\x46rames\x12\r\n\x05\x63hunk\x18\x01 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x02 \x03(\r\x12\x11\n\tlayer_ids\x18\x03 \x03(\r\">\n\x0e\x46ramesResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.routetrace.stored.parts.Cut\"\'\n\x03\x43ut\x12\x0f\n\x07lengths\x18\x01 \x03(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"{\n\x0c\x41waitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0c\n\x04life\x18\x05 \x01(\x06\x12\x30\n\x07\x64\x65mands\x18\x03 \x03(\x0b\x32\x1f.routetrace.stored.parts.Demand\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"O\n\x06\x44\x65mand\x12\x34\n\x06writer\x18\x01 \x01(\x0b\x32$.routetrace.stored.format5.WriterKey\x12\x0f\n\x07\x61waited\x18\x02 \x01(\r\"V\n\rAwaitResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x12\n\nincomplete\x18\x03 \x01(\x08\x12\x0c\n\x04life\x18\x04 \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1droutetrace/stored/parts.proto\x12\x17routetrace.stored.parts\x1a\x1froutetrace/stored/format5.proto\"/\n\rLocateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"d\n\x0eLocateResponse\x12\x0c\n\x04here\x18\x01 \x03(\r\x12\x33\n\x07\x64\x65leted\x18\x02 \x03(\x0b\x32\".routetrace.stored.format5.Deleted\x12\x0f\n\x07has_run\x18\x03 \x01(\x08\"0\n\x0e\x43ollectRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"\xdb\x01\n\x0f\x43ollectResponse\x12,\n\x05parts\x18\x01 \x03(\x0b\x32\x1d.routetrace.stored.parts.Part\x12\x33\n\x07\x64\x65leted\x18\x02 \x03(\x0b\x32\".routetrace.stored.format5.Deleted\x12\x32\n\x07layouts\x18\x03 \x03(\x0b\x32!.routetrace.stored.format5.Layout\x12\x31\n\x06\x63hunks\x18\x04 \x03(\x0b\x32!.routetrace.stored.format5.Frames\"W\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x05trace\x18\x02 \x01(\x0b\x32 .routetrace.stored.format5.Trace\x12\x0f\n\x07running\x18\x03 \x03(\x08\"/\n\rGlanceRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\"B\n\x0eGlanceResponse\x12\x30\n\x07glances\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Glance\"4\n\x06Glance\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04left\x18\x02 \x01(\x01\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\"|\n\rForgetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0e\n\x06judged\x18\x05 \x01(\x04\x12\r\n\x05since\x18\x06 \x01(\x01\x12\r\n\x05until\x18\x07 \x01(\x01\"\x1f\n\x0e\x46orgetResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\"P\n\x0cRenewRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x0b\n\x03ttl\x18\x03 \x01(\x01\x12\x13\n\x0bkeep_longer\x18\x04 \x01(\x08\" \n\rRenewResponse\x12\x0f\n\x07indexes\x18\x01 \x03(\r\"0\n\x10RetirableRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07through\x18\x02 \x01(\x03\"G\n\x11RetirableResponse\x12\x11\n\ttrace_ids\x18\x01 \x03(\t\x12\x0e\n\x06judged\x18\x02 \x01(\x04\x12\x0f\n\x07unknown\x18\x03 \x03(\r\"\x7f\n\x0bListRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x04\x12\x0c\n\x04most\x18\x03 \x01(\r\x12\x1e\n\x11retirable_through\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07watched\x18\x05 \x01(\x08\x42\x14\n\x12_retirable_through\"?\n\x0cListResponse\x12/\n\x06listed\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Listed\"z\n\x06Listed\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x01\x12\r\n\x05\x65ntry\x18\x04 \x01(\x0c\x12\x0c\n\x04told\x18\x05 \x01(\x0c\x12\r\n\x05\x66inal\x18\x06 \x01(\x08\x12\x11\n\tretirable\x18\x07 \x01(\x08\"M\n\rFramesRequest\x12/\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1f.routetrace.stored.parts.Frames\x12\x0b\n\x03run\x18\x02 \x01(\t\":\n\x06\x46rames\x12\r\n\x05\x63hunk\x18\x01 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x02 \x03(\r\x12\x11\n\tlayer_ids\x18\x03 \x03(\r\">\n\x0e\x46ramesResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.routetrace.stored.parts.Cut\"\'\n\x03\x43ut\x12\x0f\n\x07lengths\x18\x01 \x03(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"{\n\x0c\x41waitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0c\n\x04life\x18\x05 \x01(\x06\x12\x30\n\x07\x64\x65mands\x18\x03 \x03(\x0b\x32\x1f.routetrace.stored.parts.Demand\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"O\n\x06\x44\x65mand\x12\x34\n\x06writer\x18\x01 \x01(\x0b\x32$.routetrace.stored.format5.WriterKey\x12\x0f\n\x07\x61waited\x18\x02 \x01(\r\"V\n\rAwaitResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttrace_ids\x18\x02 \x03(\t\x12\x12\n\nincomplete\x18\x03 \x01(\x08\x12\x0c\n\x04life\x18\x04 \x01(\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'routetrace.stored.parts_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_LISTREQUEST_LABELSENTRY']._options = None
-  _globals['_LISTREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_LOCATEREQUEST']._serialized_start=91
   _globals['_LOCATEREQUEST']._serialized_end=138
   _globals['_LOCATERESPONSE']._serialized_start=140
@@ -52,26 +50,24 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_RETIRABLEREQUEST']._serialized_end=1097
   _globals['_RETIRABLERESPONSE']._serialized_start=1099
   _globals['_RETIRABLERESPONSE']._serialized_end=1170
-  _globals['_LISTREQUEST']._serialized_start=1173
-  _globals['_LISTREQUEST']._serialized_end=1342
-  _globals['_LISTREQUEST_LABELSENTRY']._serialized_start=1297
-  _globals['_LISTREQUEST_LABELSENTRY']._serialized_end=1342
-  _globals['_LISTRESPONSE']._serialized_start=1344
-  _globals['_LISTRESPONSE']._serialized_end=1407
-  _globals['_LISTED']._serialized_start=1409
-  _globals['_LISTED']._serialized_end=1468
-  _globals['_FRAMESREQUEST']._serialized_start=1470
-  _globals['_FRAMESREQUEST']._serialized_end=1547
-  _globals['_FRAMES']._serialized_start=1549
-  _globals['_FRAMES']._serialized_end=1607
-  _globals['_FRAMESRESPONSE']._serialized_start=1609
-  _globals['_FRAMESRESPONSE']._serialized_end=1671
-  _globals['_CUT']._serialized_start=1673
-  _globals['_CUT']._serialized_end=1712
-  _globals['_AWAITREQUEST']._serialized_start=1714
-  _globals['_AWAITREQUEST']._serialized_end=1837
-  _globals['_DEMAND']._serialized_start=1839
-  _globals['_DEMAND']._serialized_end=1918
-  _globals['_AWAITRESPONSE']._serialized_start=1920
-  _globals['_AWAITRESPONSE']._serialized_end=2006
+  _globals['_LISTREQUEST']._serialized_start=1172
+  _globals['_LISTREQUEST']._serialized_end=1299
+  _globals['_LISTRESPONSE']._serialized_start=1301
+  _globals['_LISTRESPONSE']._serialized_end=1364
+  _globals['_LISTED']._serialized_start=1366
+  _globals['_LISTED']._serialized_end=1488
+  _globals['_FRAMESREQUEST']._serialized_start=1490
+  _globals['_FRAMESREQUEST']._serialized_end=1567
+  _globals['_FRAMES']._serialized_start=1569
+  _globals['_FRAMES']._serialized_end=1627
+  _globals['_FRAMESRESPONSE']._serialized_start=1629
+  _globals['_FRAMESRESPONSE']._serialized_end=1691
+  _globals['_CUT']._serialized_start=1693
+  _globals['_CUT']._serialized_end=1732
+  _globals['_AWAITREQUEST']._serialized_start=1734
+  _globals['_AWAITREQUEST']._serialized_end=1857
+  _globals['_DEMAND']._serialized_start=1859
+  _globals['_DEMAND']._serialized_end=1938
+  _globals['_AWAITRESPONSE']._serialized_start=1940
+  _globals['_AWAITRESPONSE']._serialized_end=2026
 # @@protoc_insertion_point(module_scope)

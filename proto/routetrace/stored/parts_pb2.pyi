@@ -405,45 +405,33 @@ class ListRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class LabelsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     RUN_FIELD_NUMBER: builtins.int
     BEFORE_FIELD_NUMBER: builtins.int
     MOST_FIELD_NUMBER: builtins.int
-    LABELS_FIELD_NUMBER: builtins.int
+    RETIRABLE_THROUGH_FIELD_NUMBER: builtins.int
+    WATCHED_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     before: builtins.int
     """Only parts with lower serial numbers; 0: all."""
     most: builtins.int
     """Maximum number."""
-    @property
-    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Labels that some request has."""
-
+    retirable_through: builtins.int
+    """Whether each may be retired is asked for this weight version."""
+    watched: builtins.bool
+    """Whether summaries are asked for, in place of entries."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         before: builtins.int = ...,
         most: builtins.int = ...,
-        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        retirable_through: builtins.int | None = ...,
+        watched: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["before", b"before", "labels", b"labels", "most", b"most", "run", b"run"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_retirable_through", b"_retirable_through", "retirable_through", b"retirable_through"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_retirable_through", b"_retirable_through", "before", b"before", "most", b"most", "retirable_through", b"retirable_through", "run", b"run", "watched", b"watched"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_retirable_through", b"_retirable_through"]) -> typing.Literal["retirable_through"] | None: ...
 
 global___ListRequest = ListRequest
 
@@ -476,20 +464,36 @@ class Listed(google.protobuf.message.Message):
     TRACE_ID_FIELD_NUMBER: builtins.int
     SERIAL_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
+    ENTRY_FIELD_NUMBER: builtins.int
+    TOLD_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    RETIRABLE_FIELD_NUMBER: builtins.int
     trace_id: builtins.str
     """Its trace."""
     serial: builtins.int
     """Its serial number at the worker."""
     created: builtins.float
     """Unix time at which it began."""
+    entry: builtins.bytes
+    """A routetrace.v1.TraceInfo, as in a list if no other worker had a part."""
+    told: builtins.bytes
+    """In its place, a routetrace.v1.TraceSummary, as watchers would get it."""
+    final: builtins.bool
+    """Whether the summary would stay until the part changes."""
+    retirable: builtins.bool
+    """Whether the part may be retired, if that is asked for."""
     def __init__(
         self,
         *,
         trace_id: builtins.str = ...,
         serial: builtins.int = ...,
         created: builtins.float = ...,
+        entry: builtins.bytes = ...,
+        told: builtins.bytes = ...,
+        final: builtins.bool = ...,
+        retirable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "serial", b"serial", "trace_id", b"trace_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "entry", b"entry", "final", b"final", "retirable", b"retirable", "serial", b"serial", "told", b"told", "trace_id", b"trace_id"]) -> None: ...
 
 global___Listed = Listed
 

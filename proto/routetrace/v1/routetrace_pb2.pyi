@@ -2278,12 +2278,12 @@ class ListTracesResponse(google.protobuf.message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     CRC32_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """Set if more traces follow."""
+    """Set if more traces may follow."""
     crc32: builtins.int
     """CRC-32 of all bytes of this message except this field."""
     @property
     def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TraceInfo]:
-        """The traces."""
+        """The traces; few, or none, where few of very many are asked for."""
 
     def __init__(
         self,

@@ -119,9 +119,9 @@ async def test_a_trace_is_looked_at_once_after_a_change(monkeypatch):
     looked: list[str] = []
     worked_out = Summaries._worked_out
 
-    def counting(summaries, trace):
+    def counting(summaries, trace, **how):
         looked.append(trace.key[1])
-        return worked_out(summaries, trace)
+        return worked_out(summaries, trace, **how)
 
     monkeypatch.setattr(Summaries, "_worked_out", counting)
     number = random.Random(1).randrange(3, 9)

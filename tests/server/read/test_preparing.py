@@ -254,7 +254,7 @@ async def test_a_watcher_hears_of_what_changes_all_the_time_once_it_is_calm(
     await chat.core.start()
     turns = Changing(chat)
     with chat.core._traces._catalog("run").watched("run", turns) as watched:
-        messages = Watch(watched, chat.core._traces._summaries, lambda: None).messages()
+        messages = Watch(watched, lambda: None).messages()
         for _ in range(3):
             message = await anext(messages)
             assert message.whole

@@ -16,7 +16,6 @@ from routetrace.codec.records import OpKind
 from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
-from routetrace.server.rows import summaries as module
 from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
@@ -87,21 +86,24 @@ def recorded(core: Core, *, ends: bool) -> None:
 
 
 async def compared(core: Core, records: Iterable[bytes]) -> Counter[bool]:
-    """Compare summaries with those that views give; return how many were worked out without."""
+    """Compare entries in lists with views; return how many were worked out without."""
     for record in records:
         apply_record(core.state, core.state.number + 1, record)
     summaries, kinds = Summaries(core.reader, core.agents), Counter[bool]()
     for trace in core.state.traces.traces.values():
         if not trace.sources:
             continue
-        kinds[module._is_plain(trace)] += 1
-        found = summaries._worked_out(trace)
-        with patch.object(module, "_is_plain", lambda _: False):
-            assert found == summaries._worked_out(trace), trace.key
+        with patch.object(core.reader, "find", wraps=core.reader.find) as find:
+            found = pb.TraceInfo.FromString(summaries.entry(trace))
+        kinds[not find.called] += 1
+        known = core.reader.find(*trace.key, trace=trace)
+        expected = core.reader.describe(known, digests=False)
+        expected.missing_cells.extend(core.reader.missing_cells(expected.state, known))
+        assert found == expected, trace.key
     return kinds
 
 
-async def test_plain_traces_have_the_summaries_of_their_views():
+async def test_plain_traces_have_the_entries_of_their_views():
     """Of simulated engines: preempted, rewound, cached, aborted, with several incarnations."""
     kinds = Counter[bool]()
     for seed in range(30):
@@ -174,7 +176,7 @@ async def test_an_agent_that_is_lost_and_comes_back(ends: bool):
     trace = core.state.traces.traces["run", "t"]
 
     def state() -> int:
-        assert TraceSummary.from_proto(summaries.message(trace)).trace_id == "t"
+        assert TraceSummary.from_proto(summaries.told(trace).message).trace_id == "t"
         return summaries.of(trace).state
 
     running, incomplete = pb.TRACE_STATE_RUNNING, pb.TRACE_STATE_INCOMPLETE

@@ -67,7 +67,7 @@ class Watcher:
         core = self._core = _core(self._world)
         catalog = core._traces._catalog(RUN)
         watched = self._stack.enter_context(catalog.watched(RUN, IN_TURNS))
-        self._messages = Watch(watched, core._traces._summaries, lambda: None).messages()
+        self._messages = Watch(watched, lambda: None).messages()
 
     def close(self) -> None:
         if self._messages is not None:
@@ -148,7 +148,7 @@ async def test_nothing_new_is_said_every_tenth_round(monkeypatch: pytest.MonkeyP
     await core.start()
     rounds: list[None] = []
     with core._traces._catalog(RUN).watched(RUN, IN_TURNS) as watched:
-        messages = Watch(watched, core._traces._summaries, lambda: rounds.append(None)).messages()
+        messages = Watch(watched, lambda: rounds.append(None)).messages()
         assert (await anext(messages)).whole
         for number in range(1, 4):
             message = await anext(messages)

@@ -12,19 +12,17 @@ from routetrace.server.index.agents import Agents
 from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
-from routetrace.server.index.traces.trace import Trace
 from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.read import agreements
 from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
+from routetrace.server.read.paging import PAGE_BYTES, Page
 from routetrace.server.retention.retention import Retention
-from routetrace.server.rows.preparing import prepare, prepare_end, prepared
+from routetrace.server.rows.preparing import prepare_end, prepared
 from routetrace.server.rows.reader import Reader, has_unknown_version
-from routetrace.server.rows.summaries import Summaries
+from routetrace.server.rows.summaries import Summaries, Told
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Size of a page after which no further entry is added.
-PAGE_BYTES = 1 << 20
 _MAX_RENEWED = 1000
 
 _T = TypeVar("_T")
@@ -36,14 +34,14 @@ WATCH_SHARE = 0.2
 class Watched(Protocol):
     """Traces of a run while they are watched."""
 
-    def every(self) -> AsyncIterator[Trace]:
-        """Yield all traces, newest first."""
+    def every(self) -> AsyncIterator[Told]:
+        """Yield the summaries of all traces, newest first."""
 
     async def changed(self) -> list[str]:
         """Return the traces that have changed, or are gone, since the last call."""
 
-    def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
-        """Yield traces as they are now; None for one that is gone."""
+    def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Told | None]]:
+        """Yield the summaries of traces as they are now; None for one that is gone."""
 
 
 class Renewal(NamedTuple):
@@ -68,8 +66,8 @@ class Catalog(Protocol):
     def watched(self, run: str, turns: Turns) -> AbstractContextManager[Watched]:
         """Watch the traces of a run."""
 
-    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
-        """Return a page of the traces of a run, newest first."""
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> bytes:
+        """Return a page of the traces of a run, newest first: a sealed pb.ListTracesResponse."""
 
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; `token` is the name of the caller's."""
@@ -92,33 +90,6 @@ class Catalog(Protocol):
         """Return a page of the reports of trainers, by step."""
 
 
-def entry(
-    reader: Reader, summaries: Summaries, trace: Trace, request: pb.ListTracesRequest
-) -> pb.TraceInfo | None:
-    """Return the entry of a trace in a list; None if the request does not ask for it.
-
-    Args:
-        reader: describes traces.
-        summaries: summaries of traces.
-        trace: the trace.
-        request: what is asked for.
-    """
-    if not trace.may_have(request.labels):
-        return None
-    if request.states and summaries.of(trace).state not in request.states:
-        return None
-    if request.HasField("retirable_through") and not reader.retirable(
-        trace, request.retirable_through
-    ):
-        return None
-    known = reader.find(*trace.key, trace=trace)
-    info = reader.describe(known, digests=False)
-    if any(info.labels.get(key) != text for key, text in request.labels.items()):
-        return None
-    info.missing_cells.extend(reader.missing_cells(info.state, known))
-    return info
-
-
 class _OwnWatched:
     """Traces of a run that lies in this worker, while they are watched."""
 
@@ -139,13 +110,13 @@ class _OwnWatched:
             if isinstance(key, tuple) and len(key) == 2 and key[0] == self._run:
                 self._changed[key[1]] = None
 
-    async def every(self) -> AsyncIterator[Trace]:
-        """Yield all traces; see `Watched`."""
+    async def every(self) -> AsyncIterator[Told]:
+        """Yield all summaries; see `Watched`."""
         newest_first = self._traces.newest_first(self._run)
         async for trace in self._in_turns(prepared(newest_first, self._summaries.prepare)):
             if trace and self._finder.exists(trace) and trace.sources:
                 if self._summaries.at_hand(trace):
-                    yield trace
+                    yield self._summaries.told(trace)
                 else:
                     self._changed[trace.key[1]] = None
 
@@ -158,12 +129,12 @@ class _OwnWatched:
         changed, self._changed = [*self._changed], {}
         return changed
 
-    async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
-        """Yield traces as they are now; see `Watched`."""
+    async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Told | None]]:
+        """Yield summaries as they are now; see `Watched`."""
         async for trace_id in self._in_turns(self._prepared(trace_ids)):
             if trace_id is not None:
                 trace = self._traces.traces.get((self._run, trace_id))
-                yield trace_id, trace if trace is not None and trace.sources else None
+                yield trace_id, self._summaries.told(trace) if trace and trace.sources else None
 
     def _prepared(self, trace_ids: Iterable[str]) -> Iterator[str | None]:
         """Yield each id once its trace is prepared, and None at each step before that.
@@ -214,25 +185,17 @@ class OwnCatalog:
         finally:
             listeners.remove(watched.note)
 
-    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> bytes:
         """Return a page of traces; see `Catalog`."""
-        start, most = page_of(request)
-        response = pb.ListTracesResponse()
-        last = size = 0
-        newest_first = self._state.traces.newest_first(request.run, start)
-        async for trace in turns.over(prepared(newest_first, partial(prepare, self._reader))):
-            if trace is None or not self._finder.exists(trace):
-                continue
-            info = entry(self._reader, self._summaries, trace, request)
-            if info is None:
-                continue
-            if len(response.traces) == most or size > PAGE_BYTES:
-                response.next_page_token = str(last)
-                break
-            response.traces.append(info)
-            size += info.ByteSize()
-            last = trace.serial
-        return response
+        last, most = page_of(request)
+        page = Page(self._reader, self._summaries, request, most)
+        newest_first = self._state.traces.newest_first(request.run, last)
+        async for trace in turns.over(prepared(newest_first, page.prepare)):
+            if trace and self._finder.exists(trace):
+                if not page.add(trace):
+                    return page.sealed(str(last))
+                last = trace.serial
+        return page.sealed()
 
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; see `Catalog`."""

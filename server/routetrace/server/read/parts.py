@@ -21,12 +21,15 @@ from routetrace.server.index.demand import Demand, Place
 from routetrace.server.index.history import History
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.records.record import encode_renew
+from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read import agreements
 from routetrace.server.read.finding import Finder
+from routetrace.server.read.paging import PAGE_BYTES
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
-from routetrace.server.rows.preparing import prepare_end, prepared
+from routetrace.server.rows.preparing import Steps, prepare_end, prepared
 from routetrace.server.rows.reader import Reader, has_unknown_version
+from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.spread import parts as packing
 from routetrace.server.spread.watching import Touched
@@ -55,6 +58,7 @@ class PartsServicer:
         lifecycle: Lifecycle,
         reader: Reader,
         retention: Retention,
+        summaries: Summaries,
         touched: Touched,
     ) -> None:
         self._access = access
@@ -62,6 +66,7 @@ class PartsServicer:
         self._touched = touched
         self._reader = reader
         self._retention = retention
+        self._summaries = summaries
         self._agents = agents
         self._demand = demand
         self._finder = finder
@@ -186,11 +191,31 @@ class PartsServicer:
         """Return the traces of a run that this worker has parts of, newest first."""
         self._lifecycle.check_ready()
         response = parts.ListResponse()
+        size = 0
+        through = request.retirable_through if request.HasField("retirable_through") else None
+
+        def prepare(trace: Trace) -> Steps:
+            yield from self._summaries.prepare(trace)
+            if through is not None:
+                yield from prepare_end(self._reader, trace)
+
         newest_first = self._journal.state.traces.newest_first(request.run, request.before)
-        async for trace in IN_TURNS.over(newest_first):
-            if len(response.listed) == request.most:
-                break
-            response.listed.add(trace_id=trace.key[1], serial=trace.serial, created=trace.created)
+        async for trace in IN_TURNS.over(prepared(newest_first, prepare)):
+            if trace and self._finder.exists(trace):
+                if len(response.listed) == request.most or size > PAGE_BYTES:
+                    break
+                listed = response.listed.add(
+                    trace_id=trace.key[1], serial=trace.serial, created=trace.created
+                )
+                if request.watched:
+                    message, listed.final = self._summaries.told(trace)
+                    listed.told = message.SerializeToString()
+                else:
+                    listed.entry = self._summaries.entry(trace)
+                    listed.retirable = through is not None and self._reader.retirable(
+                        trace, through
+                    )
+                size += len(listed.entry) + len(listed.told)
         return response
 
     async def retirable(self, request: parts.RetirableRequest) -> parts.RetirableResponse:

@@ -103,7 +103,6 @@ class TraceServicer(RunCalls):
         self._journal = journal
         self._reader = reader
         self._retention = retention
-        self._summaries = summaries
         self._reads = ReadLog(journal.clock)
         self._finder = Finder(
             access=access,
@@ -129,6 +128,7 @@ class TraceServicer(RunCalls):
             lifecycle=lifecycle,
             reader=reader,
             retention=retention,
+            summaries=summaries,
             touched=Touched(journal.changes, partition),
         )
         """Service for the other workers."""
@@ -173,7 +173,7 @@ class TraceServicer(RunCalls):
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service; read messages are serialized by `answers.py`."""
+        """Register the service; messages of streams, and pages of traces, come serialized."""
         service = pb.DESCRIPTOR.services_by_name["TraceService"]
         handlers: dict[str, Any] = {}
         for method in service.methods:
@@ -183,7 +183,10 @@ class TraceServicer(RunCalls):
             if method.server_streaming:
                 handlers[method.name] = grpc.unary_stream_rpc_method_handler(handler, parse)
             else:
-                handlers[method.name] = grpc.unary_unary_rpc_method_handler(handler, parse, sealed)
+                serialize = None if method.name == "ListTraces" else sealed
+                handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                    handler, parse, serialize
+                )
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service.full_name, handlers),)
         )
@@ -354,9 +357,9 @@ class TraceServicer(RunCalls):
             return await explained(self._reader, known, cell, turns)
 
     @unary
-    async def ListTraces(  # noqa: N802, D102
+    async def ListTraces(  # type: ignore[override] # noqa: N802, D102
         self, request: pb.ListTracesRequest, context: Context
-    ) -> pb.ListTracesResponse:
+    ) -> bytes:
         owner = self._checks.call(context, "read", request.run)
         at_most("labels", len(request.labels), MAX_LABELS)
         at_most("states", len(request.states), len(pb.TraceState.values()))
@@ -371,7 +374,7 @@ class TraceServicer(RunCalls):
         owner = check()
         watched = self._catalog(request.run).watched(request.run, self._admission.pace.turns(owner))
         with self._admission.watch(owner), watched as seen:
-            async with aclosing(Watch(seen, self._summaries, check).messages()) as messages:
+            async with aclosing(Watch(seen, check).messages()) as messages:
                 async for message in messages:
                     async with self._admission.turn(owner) as turn:
                         await turn.sending()

@@ -13,21 +13,21 @@ from routetrace.server.index.history import summed
 from routetrace.server.index.journal import Journal
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read import agreements
-from routetrace.server.read.catalog import PAGE_BYTES, Renewal, Watched, entry
+from routetrace.server.read.catalog import Renewal, Watched
 from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
+from routetrace.server.read.paging import PAGE_BYTES, Page
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.spread_watched import SpreadWatched
 from routetrace.server.retention.everywhere import Everywhere
 from routetrace.server.rows.reader import Reader
-from routetrace.server.rows.summaries import Summaries
-from routetrace.server.spread.gathering import Gathering
+from routetrace.server.rows.summaries import Summaries, Told
+from routetrace.server.spread.gathering import MAX_COLLECTED, Gathering
 from routetrace.server.spread.parts import Found, merged
 from routetrace.stored import parts_pb2 as parts
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Traces of a worker that are listed at a time, and gathered at a time.
+#: Traces of a worker that are listed, and located, at a time.
 _LISTED = 256
-_GATHERED = 64
 
 #: Maximum traces of one request that renews leases: applying it holds the event loop.
 _MAX_RENEWED = 1000
@@ -61,36 +61,37 @@ class SpreadCatalog:
     @contextmanager
     def watched(self, run: str, turns: Turns) -> Iterator[Watched]:
         """Watch traces; see `Catalog`."""
-        yield SpreadWatched(run, self._every, self._gathering, self._own)
+        yield SpreadWatched(run, self._every, self._gathering, self._summaries, self._own)
 
-    async def _every(self, run: str) -> AsyncIterator[Trace]:
-        """Yield all traces of a run, newest first by the clocks of the workers."""
-        async for _, _, trace in self._merged(run, self._places("")):
-            if trace is not None:
-                yield trace
+    async def _every(self, run: str) -> AsyncIterator[Told]:
+        """Yield the summaries of a run, newest first by the clocks of the workers."""
+        request = parts.ListRequest(run=run, most=_LISTED, watched=True)
+        async for _, listed, alone, trace in self._merged(request, self._places("")):
+            if alone:
+                yield Told(pb.TraceSummary.FromString(listed.told), listed.final)
+            elif trace is not None:
+                yield self._summaries.told(trace)
 
-    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> pb.ListTracesResponse:
+    async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> bytes:
         """Return a page of traces, the newest first by the clocks of the workers.
 
         A page token holds a serial number for each worker, below which its next part is.
         """
         most = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-        response = pb.ListTracesResponse()
+        page = Page(self._reader, self._summaries, request, most)
         places = self._places(request.page_token)
-        size = 0
-        async for worker, serial, trace in self._merged(request.run, dict(places)):
-            info = None
-            if trace is not None:
-                info = entry(self._reader, self._summaries, trace, request)
-            if info is not None:
-                if len(response.traces) == most or size > PAGE_BYTES:
-                    token = ".".join(str(places[worker]) for worker in sorted(places))
-                    response.next_page_token = token
-                    break
-                response.traces.append(info)
-                size += info.ByteSize()
-            places[worker] = serial
-        return response
+        asked = parts.ListRequest(run=request.run, most=_LISTED)
+        if request.HasField("retirable_through"):
+            asked.retirable_through = request.retirable_through
+        async for worker, listed, alone, trace in self._merged(asked, dict(places)):
+            if alone:
+                added = page.add_entry(listed.entry, retirable=listed.retirable)
+            else:
+                added = trace is None or page.add(trace)
+            if not added:
+                return page.sealed(".".join(str(places[worker]) for worker in sorted(places)))
+            places[worker] = listed.serial
+        return page.sealed()
 
     def _places(self, token: str) -> dict[int, int]:
         """Return the serial number of each worker in a page token; 0 for the first page."""
@@ -105,29 +106,42 @@ class SpreadCatalog:
         return dict(zip(workers, map(int, numbers), strict=True))
 
     async def _merged(
-        self, run: str, places: dict[int, int]
-    ) -> AsyncIterator[tuple[int, int, Trace | None]]:
-        """Yield parts of all workers as worker and serial number, newest first, and their traces.
+        self, request: parts.ListRequest, places: dict[int, int]
+    ) -> AsyncIterator[tuple[int, parts.Listed, bool, Trace | None]]:
+        """Yield parts of all workers, newest first.
 
-        A trace in several workers comes once, with the part where it began.
+        Yields:
+            The worker; its part; whether that is the whole trace; the trace otherwise, which comes
+            once, with the part where it began.
         """
-        async for worker, listed, found in self._listed(run, places):
-            trace = None
-            if worker == min(found.parts, key=lambda w: (found.parts[w].created, w), default=-1):
-                trace = merged((run, listed.trace_id), found.parts.items())
-            yield worker, listed.serial, trace
+        run = request.run
+        async for some in self._listed(request, places):
+            located = await self._gathering.locate(run, [part.trace_id for _, part in some])
+            alone = [located[part.trace_id].workers == [worker] for worker, part in some]
+            several = [part.trace_id for (_, part), one in zip(some, alone, strict=True) if not one]
+            found: dict[str, Found] = {}
+            for at in range(0, len(several), MAX_COLLECTED):
+                ids = several[at : at + MAX_COLLECTED]
+                found.update(zip(ids, await self._gathering.collect(run, ids), strict=True))
+            for (worker, part), one in zip(some, alone, strict=True):
+                trace = None
+                if not one:
+                    held = found[part.trace_id].parts
+                    if worker == min(held, key=lambda w: (held[w].created, w), default=-1):
+                        trace = merged((run, part.trace_id), held.items())
+                yield worker, part, one, trace
 
     async def _listed(
-        self, run: str, places: dict[int, int]
-    ) -> AsyncIterator[tuple[int, parts.Listed, Found]]:
-        """Yield parts of all workers, newest first, and all parts of the same trace."""
+        self, request: parts.ListRequest, places: dict[int, int]
+    ) -> AsyncIterator[list[tuple[int, parts.Listed]]]:
+        """Yield parts of all workers, newest first, some at a time."""
         coming: dict[int, deque[parts.Listed]] = {worker: deque() for worker in places}
         while True:
             some: list[tuple[int, parts.Listed]] = []
-            while len(some) < _GATHERED:
+            while len(some) < _LISTED:
                 for worker, parts_of in [*coming.items()]:
                     if not parts_of:
-                        request = parts.ListRequest(run=run, before=places[worker], most=_LISTED)
+                        request.before = places[worker]
                         parts_of.extend((await self._at(worker, "List", request)).listed)
                         if not parts_of:
                             del coming[worker]
@@ -139,9 +153,7 @@ class SpreadCatalog:
                 some.append((worker, coming[worker].popleft()))
             if not some:
                 return
-            found = await self._gathering.collect(run, [part.trace_id for _, part in some])
-            for (worker, part), each in zip(some, found, strict=True):
-                yield worker, part, each
+            yield some
 
     async def agents(self, request: pb.ListAgentsRequest) -> pb.ListAgentsResponse:
         """Return a page of the agents of all workers."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import islice
 
 from routetrace.common.errors import Unavailable
-from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read.parts import PartsServicer
+from routetrace.server.rows.summaries import Summaries, Told
 from routetrace.server.spread.gathering import MAX_COLLECTED, Gathering
 from routetrace.server.spread.parts import merged
 from routetrace.stored import parts_pb2 as parts
@@ -19,8 +19,9 @@ class SpreadWatched:
 
     Args:
         run: namespace.
-        every: yields all traces of a run, newest first.
+        every: yields the summaries of all traces of a run, newest first.
         gathering: the other workers.
+        summaries: summaries of traces.
         own: service of this worker for the others.
 
     Raises:
@@ -31,21 +32,23 @@ class SpreadWatched:
     def __init__(
         self,
         run: str,
-        every: Callable[[str], AsyncIterator[Trace]],
+        every: Callable[[str], AsyncIterator[Told]],
         gathering: Gathering,
+        summaries: Summaries,
         own: PartsServicer,
     ) -> None:
         self._run = run
         self._every = every
         self._gathering = gathering
+        self._summaries = summaries
         self._own = own
         self._last: dict[int, parts.AwaitResponse] = {}
 
-    async def every(self) -> AsyncIterator[Trace]:
-        """Yield all traces; see `Watched`."""
+    async def every(self) -> AsyncIterator[Told]:
+        """Yield all summaries; see `Watched`."""
         await self._ask()  # what changes from here on is answered to the next call
-        async for trace in self._every(self._run):
-            yield trace
+        async for told in self._every(self._run):
+            yield told
 
     async def changed(self) -> list[str]:
         """Return what has changed; see `Watched`."""
@@ -59,14 +62,17 @@ class SpreadWatched:
             )
         return [*dict.fromkeys(trace_id for answer in answers for trace_id in answer.trace_ids)]
 
-    async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Trace | None]]:
-        """Yield traces as they are now; see `Watched`."""
+    async def look(self, trace_ids: Iterable[str]) -> AsyncIterator[tuple[str, Told | None]]:
+        """Yield summaries as they are now; see `Watched`."""
         left = iter(trace_ids)
         while some := [*islice(left, MAX_COLLECTED)]:
             found = await self._gathering.collect(self._run, some)
             for trace_id, each in zip(some, found, strict=True):
-                key = self._run, trace_id
-                yield trace_id, merged(key, each.parts.items()) if each.parts else None
+                told = None
+                if each.parts:
+                    trace = merged((self._run, trace_id), each.parts.items())
+                    told = self._summaries.told(trace)
+                yield trace_id, told
 
     async def _ask(self) -> None:
         """Ask all workers what has changed since they were asked last."""

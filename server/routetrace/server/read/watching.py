@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from routetrace.server.index.traces.trace import Summary, Trace
 from routetrace.server.read.catalog import Watched
-from routetrace.server.rows.summaries import Summaries
+from routetrace.server.rows.summaries import Told
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Seconds between two rounds, in which a trace is sent at most once.
@@ -27,16 +26,14 @@ class Watch:
 
     Args:
         watched: traces of the run.
-        summaries: summaries of traces.
         check: called in each round; raises an error if the caller may not read any more.
     """
 
-    def __init__(self, watched: Watched, summaries: Summaries, check: Callable[[], object]) -> None:
+    def __init__(self, watched: Watched, check: Callable[[], object]) -> None:
         self._watched = watched
-        self._summaries = summaries
         self._check = check
-        #: Summaries that were sent and may change without a change of their traces.
-        self._open: dict[str, Summary] = {}
+        #: Serialized summaries that were sent and may change without a change of their traces.
+        self._open: dict[str, bytes] = {}
         self._response = pb.WatchTracesResponse()
 
     async def messages(self) -> AsyncGenerator[pb.WatchTracesResponse, None]:
@@ -52,20 +49,20 @@ class Watch:
             begun = asyncio.get_running_loop().time()
             self._check()
             silent, again = silent + 1, again + 1
-            async for trace_id, trace in self._watched.look(await self._watched.changed()):
-                if trace is None:
+            async for trace_id, told in self._watched.look(await self._watched.changed()):
+                if told is None:
                     self._open.pop(trace_id, None)
                     self._response.gone_trace_ids.append(trace_id)
                 else:
-                    self._add(trace)
+                    self._add(told)
                 if self._full:
                     yield self._taken()
             if again == _AGAIN_ROUNDS:
                 again = 0
-                async for trace_id, trace in self._watched.look([*self._open]):
-                    # One that is gone is among those that have changed.
-                    if trace and self._summaries.of(trace) != self._open[trace_id]:
-                        self._add(trace)
+                async for trace_id, told in self._watched.look([*self._open]):
+                    # One that is gone is among those that have changed, as is another lease.
+                    if told and _serialized(told) != self._open[trace_id]:
+                        self._add(told)
                     if self._full:
                         yield self._taken()
             if self._size or silent >= _SILENT_ROUNDS:
@@ -74,14 +71,13 @@ class Watch:
             left = begun + ROUND_SECONDS - asyncio.get_running_loop().time()
             await asyncio.sleep(max(0.0, left))
 
-    def _add(self, trace: Trace) -> None:
+    def _add(self, told: Told) -> None:
         """Add the summary of a trace."""
-        trace_id = trace.key[1]
-        summary = self._summaries.of(trace)
+        trace_id = told.message.trace_id
         self._open.pop(trace_id, None)
-        if not summary.final:
-            self._open[trace_id] = summary
-        self._response.traces.append(self._summaries.message(trace))
+        if not told.final:
+            self._open[trace_id] = _serialized(told)
+        self._response.traces.append(told.message)
 
     @property
     def _size(self) -> int:
@@ -96,3 +92,7 @@ class Watch:
         taken = self._response
         self._response = pb.WatchTracesResponse(whole=taken.whole)
         return taken
+
+
+def _serialized(told: Told) -> bytes:
+    return told.message.SerializeToString(deterministic=True)

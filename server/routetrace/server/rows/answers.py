@@ -12,6 +12,7 @@ from routetrace.common.seals import sealed
 from routetrace.server.index.traces import refs
 from routetrace.server.rows.frames import MESSAGE_BYTES, Fetched
 from routetrace.server.rows.sending import Piece
+from routetrace.server.wire.messages import varint_of
 from routetrace.v1 import routetrace_pb2 as pb
 
 # Field 15 of the messages of all read streams.
@@ -78,7 +79,9 @@ def _fill(head: pb.GetTraceResponse, piece: Piece) -> None:
 def _joined(head: Any, payload: list[Buffer]) -> bytes:
     """Return a sealed message; the payload field is the rest of it."""
     size = sum(map(len, payload))
-    return b"".join((sealed(head), _field(size), *payload)) if size else sealed(head)
+    return (
+        b"".join((sealed(head), _PAYLOAD_TAG, varint_of(size), *payload)) if size else sealed(head)
+    )
 
 
 def _spans(fetched: Fetched, first_frame: int, choices: dict[tuple[int, ...], int]) -> bytes:
@@ -99,13 +102,3 @@ def _spans(fetched: Fetched, first_frame: int, choices: dict[tuple[int, ...], in
             )
         )
     return b"".join(spans)
-
-
-def _field(size: int) -> bytes:
-    """Return tag and length of a payload of `size` bytes."""
-    varint = bytearray(_PAYLOAD_TAG)
-    while size > 127:
-        varint.append(size & 127 | 128)
-        size >>= 7
-    varint.append(size)
-    return bytes(varint)

@@ -141,7 +141,7 @@ class Reader:
         """Return the TraceState of an incarnation."""
         if known.complete:
             return pb.TRACE_STATE_COMPLETE
-        recent = self._is_recent(known.trace)
+        recent = self.is_recent(known.trace)
         own = known.incarnation.request.sources
         running = any(self._agents.running(s) for s in own)
         if known.num_tokens:
@@ -154,7 +154,8 @@ class Reader:
             running = recent and known.incarnation.request.successor is None
         return pb.TRACE_STATE_RUNNING if running else pb.TRACE_STATE_INCOMPLETE
 
-    def _is_recent(self, trace: Trace) -> bool:
+    def is_recent(self, trace: Trace) -> bool:
+        """Whether an agent that is slower may not have reported a change of a trace yet."""
         return self._clock.now() - trace.updated <= self._agents.timeout
 
     def settled(self, known: Known) -> bool:
@@ -168,7 +169,7 @@ class Reader:
             s.external and (s.received_by or len(s.digests))
             for s in known.incarnation.request.sources
         )
-        awaited = loaded and known.num_tokens and self._is_recent(known.trace)
+        awaited = loaded and known.num_tokens and self.is_recent(known.trace)
         if state != pb.TRACE_STATE_INCOMPLETE or not awaited:
             return state != pb.TRACE_STATE_RUNNING
         whole = self.select(known, 0, 0, ())
@@ -177,7 +178,7 @@ class Reader:
 
     def may_grow(self, trace: Trace) -> bool:
         """Whether some incarnation of a trace may still grow; if not, `ended` needs no join."""
-        return self._is_recent(trace) or any(map(self._agents.running, trace.sources))
+        return self.is_recent(trace) or any(map(self._agents.running, trace.sources))
 
     def ended(self, trace: Trace) -> bool:
         """Whether no incarnation of a trace may still grow, apart from rows of other traces."""

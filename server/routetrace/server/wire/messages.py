@@ -125,3 +125,13 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
         if shift > 56:
             raise ValueError("a number of more than nine bytes")
     return value | byte << shift, at + 1
+
+
+def varint_of(value: int) -> bytes:
+    """Return the varint of a number."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from routetrace.server.wire.messages import varint
+from routetrace.server.wire.messages import varint, varint_of
 
 #: Maximum length of a piece, except for a longer field that is not packed, and its maximum fields.
 #: A piece of a packed field is longer by at most its tag, its length and the end of a number.
@@ -92,14 +92,5 @@ def _numbers(data: bytes, tag: int, begin: int, end: int, piece_bytes: int) -> I
             cut += 1
             if cut - begin > piece_bytes + _VARINT_BYTES:
                 raise DecodeError("a number of more than ten bytes")
-        yield b"".join((_varint(tag), _varint(cut - begin), data[begin:cut]))
+        yield b"".join((varint_of(tag), varint_of(cut - begin), data[begin:cut]))
         begin = cut
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

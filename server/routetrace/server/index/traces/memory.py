@@ -29,7 +29,7 @@ def memory_of(trace: Trace) -> int:
     """Return the bytes of memory that a trace takes."""
     total = _TRACE_BYTES + len(trace.key[1]) + len(trace.packed or b"")
     if trace.summary:
-        total += _SUMMARY_BYTES + len(trace.summary.message)
+        total += _SUMMARY_BYTES + len(trace.summary.entry) + len(trace.summary.told)
     joined = trace.has_join
     if joined:
         total += _JOIN_BYTES

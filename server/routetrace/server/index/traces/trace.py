@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,21 +18,31 @@ from routetrace.stored import format5_pb2 as stored
 _MANY_SOURCES = 64
 
 
+#: `Summary.growing` of one that stays until the trace changes.
+FINAL = -1
+
+
 class Summary(NamedTuple):
     """Summary of a trace, as `rows/summaries.py` worked it out."""
 
     changes: int
     """`Trace.changes` at that time."""
+    growing: int
+    """What it depends on beside: bit 0, whether the trace was recent; bit i + 1, whether source i
+    could grow; `FINAL`: nothing."""
     state: int
     """TraceState."""
-    cells: int
+    cells: int = 0
     """Cells of its rows, present or not; 0 if it runs."""
-    missing: tuple[tuple[int, int], ...]
+    missing: tuple[tuple[int, int], ...] = ()
     """(MissingReason, missing cells); none if it runs."""
-    message: bytes
-    """Serialized pb.TraceSummary without `expires_ms`, which changes without the trace."""
-    final: bool = False
-    """Whether it stays until the trace changes, whatever happens to agents."""
+    entry: bytes = b""
+    """Its entry in lists, a serialized pb.TraceInfo without name, lease and `shared`; b"" if it
+    runs and was not listed."""
+    shared: bytes = b""
+    """Fields of the entry that many traces share, serialized."""
+    told: bytes = b""
+    """What watchers get, a serialized pb.TraceSummary without name and lease; b"": none did."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +115,16 @@ class Trace:
         join = yield from Join.in_steps([*self.sources], self.num_dropped)
         if self._rejoins == rejoins:
             self._join = join
+
+    @contextmanager
+    def joined_for_now(self) -> Iterator[None]:
+        """Discard the join at the end, if it is not at hand at the begin: it takes much memory."""
+        at_hand = self._join is not None
+        try:
+            yield
+        finally:
+            if not at_hand:
+                self._join = None
 
     def rejoin(self) -> None:
         """Discard the join after a source began, ended, or got digests or other rows from slots."""
