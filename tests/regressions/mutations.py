@@ -733,6 +733,58 @@ FAULTS = (
         "            if False:\n",
         "engines/test_transformers_batching.py::test_a_pass_that_raises_ends_continuous_batching",
     ),
+    # ------------------------------------------------------------------ summaries that are kept
+    fault(
+        "a summary outlives a change of its trace",
+        f"{SERVER}/rows/summaries.py",
+        "        return kept.changes == trace.changes and (\n",
+        "        return (\n",
+        "server/read/test_lists.py::test_a_list_says_what_stat_says",
+    ),
+    fault(
+        "a summary outlives the loss of an agent, and its return",
+        f"{SERVER}/rows/summaries.py",
+        "            kept.growing == FINAL or kept.growing == self._growing(trace)\n",
+        "            True\n",
+        "server/read/test_summaries.py::test_an_agent_that_is_lost_and_comes_back",
+    ),
+    fault(
+        "a lease that was changed is not in lists",
+        f"{SERVER}/rows/summaries.py",
+        "own = pb.TraceInfo(trace_id=trace.key[1], expires_ms=int(trace.expires * 1000))",
+        "own = pb.TraceInfo(trace_id=trace.key[1])",
+        "server/read/test_lists.py::test_a_list_says_what_stat_says",
+    ),
+    fault(
+        "each look at a list views its traces",
+        f"{SERVER}/rows/summaries.py",
+        "        if kept is None or not self._holds(kept, trace):\n",
+        "        if True:\n",
+        "server/read/test_lists.py::test_a_second_look_views_no_trace",
+    ),
+    fault(
+        "a page ends where it is full alone",
+        f"{SERVER}/read/paging.py",
+        "        if self._looked_at == MOST_LOOKED_AT:\n            return False\n"
+        "        if self._is_asked_for(trace):\n",
+        "        if self._is_asked_for(trace):\n",
+        "server/read/test_lists.py::test_a_page_ends_where_few_traces_are_asked_for",
+    ),
+    # ------------------------------------------------------------------ slots of few blocks
+    fault(
+        "a block beyond the tables has the slots of the last one in them",
+        f"{SERVER}/index/slot_map.py",
+        "self._run, self._nth = _longer(self._run, length + 1), _longer(self._nth, length + 1)",
+        "self._run, self._nth = _longer(self._run, length), _longer(self._nth, length)",
+        "server/index/test_state.py::test_the_slot_map_of_an_engine_that_runs_for_long",
+    ),
+    fault(
+        "a remembered engine has tables of all its blocks",
+        f"{SERVER}/index/slot_map.py",
+        "        length = max(_LEAST_BLOCKS, 2 * length, highest + 1)\n",
+        "        length = _LONG + 1\n",
+        "server/index/test_remembered.py::test_an_engine_that_is_gone_takes_little_memory",
+    ),
 )
 
 MUTATIONS = tuple(each.mutation for each in FAULTS)

@@ -158,19 +158,25 @@ def test_the_slot_map_equals_a_dict_of_slots(steps, saved, block_ids, last_step)
     _check_slots(reloaded(slots), naive, block_ids, last_step)
 
 
+@pytest.mark.parametrize("blocks", [8, 100, 20_000])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_slot_map_of_an_engine_that_runs_for_long(seed):
+def test_the_slot_map_of_an_engine_that_runs_for_long(seed, blocks):
+    """Which comes to use more and more of its blocks, or soon one of the last."""
     rng = random.Random(seed)
-    slots, naive = SlotMap(4, 8), {}
+    slots, naive = SlotMap(4, blocks), {}
     kinds = ["write run"] * 12 + ["write", "forget run", "forget run", "blocks", "all"]
     kinds += ["copy"] * 4 + ["first"]
     for step in range(1, 1200):
-        some = [rng.randrange(32) for _ in range(rng.randint(1, 9))]
-        _change(slots, naive, step, some, rng.randrange(3), rng.choice(kinds))
-        _check_slots(slots, naive, rng.sample(range(8), 5), rng.choice([0, step - 3]))
+        used = blocks if rng.random() < 0.002 else min(blocks, 4 + step // 8)
+        some = [rng.randrange(4 * used) for _ in range(rng.randint(1, 9))]
+        _change(slots, naive, step, some, rng.randrange(3), rng.choice(kinds), blocks)
+        asked = rng.sample(range(used + 2 if used < blocks else blocks), 5)
+        _check_slots(slots, naive, asked, rng.choice([0, step - 3]))
+        if rng.random() < 0.01:
+            slots = reloaded(slots)
 
 
-def _change(slots, naive, step, some, version, kind):
+def _change(slots, naive, step, some, version, kind, num_blocks=8):
     """One change, and what it means slot by slot."""
     if kind == "write":
         ref = step << 28
@@ -196,7 +202,7 @@ def _change(slots, naive, step, some, version, kind):
             del naive[slot]
     elif kind == "copy":
         # Some of them sources and targets, some targets of two.
-        sources, targets = [s // 4 for s in some], [s % 8 for s in some]
+        sources, targets = [s // 4 for s in some], [s % num_blocks for s in some]
         held = [[naive.get(block * 4 + i) for i in range(4)] for block in sources]
         slots.copy(sources, targets)
         for block, entries in zip(targets, held, strict=True):
@@ -205,7 +211,7 @@ def _change(slots, naive, step, some, version, kind):
                 if entry:
                     naive[block * 4 + i] = entry
     elif kind == "first":
-        count = 1 + some[0] % 8
+        count = 1 + some[0] % num_blocks
         slots.forget_all(count)
         for slot in [s for s in naive if s < 4 * count]:
             del naive[slot]

@@ -44,9 +44,6 @@ from routetrace.server.index.writer import Writer
 from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 
-#: Sequence numbers whose checksums are kept to recognize resent chunks.
-DEDUP_WINDOW = 1024
-
 #: Maximum live requests of a writer; beyond it, the oldest counts as lost.
 MAX_LIVE = 1 << 16
 
@@ -137,9 +134,7 @@ def leave_out(state: State, number: int, record: bytes) -> None:
 
 def _count(writer: Writer, change: stored.Chunk) -> None:
     writer.sequence = change.sequence
-    writer.recent[writer.sequence] = Sums(change.header_crc32, change.payload_crc32)
-    if len(writer.recent) > DEDUP_WINDOW:
-        writer.recent.popitem(last=False)
+    writer.recent.add(writer.sequence, Sums(change.header_crc32, change.payload_crc32))
 
 
 def _continues(writer: Writer, change: stored.Chunk) -> bool:

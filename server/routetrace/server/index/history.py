@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +23,10 @@ _FIRST_MS = 0.5
 class Series:
     """Numbers of the last steps; those of 0 take no memory."""
 
+    __slots__ = ("_points",)
+
     def __init__(self) -> None:
-        self._points: deque[tuple[int, int]] = deque(maxlen=STEPS)  # (step, number), ascending
+        self._points: list[tuple[int, int]] = []  # (step, number), ascending
 
     def add(self, step: int, number: int) -> None:
         """Add a number to that of the current step."""
@@ -33,6 +34,7 @@ class Series:
             number += self._points.pop()[1]
         if number:
             self._points.append((step, number))
+            del self._points[:-STEPS]
 
     def since(self, first: int, last: int) -> list[int]:
         """Return the numbers of the steps [first, last]."""
@@ -48,7 +50,7 @@ class Series:
         return self._points[-1][0] if self._points else -1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Writer:
     rows: Series = field(default_factory=Series)
     dropped: Series = field(default_factory=Series)

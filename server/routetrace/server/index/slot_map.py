@@ -5,7 +5,11 @@ not written since its block was allocated is unknown.
 
 Engines allocate whole blocks, and most blocks hold consecutive rows of one run: such a block is
 stored as the run and its place in it. Only blocks with rows of several runs are kept slot by slot.
+Tables of blocks are as long as the highest block that was used: most engines that are remembered
+have used few, and a server remembers very many.
 """
+
+# Over 400 lines: one class, with its stored form.
 
 from __future__ import annotations
 
@@ -29,6 +33,11 @@ _RUN = np.dtype([("position", "<i8"), ("length", "<i8"), *_CELL.descr])
 #: Blocks per entry of the initial run table; unused runs are dropped when it is full.
 _BLOCKS_PER_RUN = 16
 
+#: Minimum lengths of the tables, and the length up to which they grow with the blocks. Beyond it
+#: they are those of all blocks: long tables take no memory where they were not written.
+_LEAST_BLOCKS, _LEAST_RUNS = 16, 8
+_LONG = 1 << 12
+
 
 class SlotRun(NamedTuple):
     """`length` positions from `position` on, whose rows are `ref`, `ref + 1`, ..."""
@@ -42,15 +51,20 @@ class SlotRun(NamedTuple):
 class SlotMap:
     """Slots of one writer epoch. `slot = block_id * block_size + offset`."""
 
+    __slots__ = (
+        "_all_erased", "_cells", "_erased", "_free", "_mixed", "_next", "_nth", "_run", "_runs",
+        "block_size", "changes", "erasures", "num_blocks",
+    )  # fmt: skip
+
     def __init__(self, block_size: int, num_blocks: int) -> None:
         check_slots(block_size, num_blocks)  # a stored record may hold others than a Hello
         self.block_size = block_size
         self.num_blocks = num_blocks
         # By block: the run of its rows (0: none), and its index among the blocks of the request.
-        # Untouched zeros take no memory.
-        self._run = np.zeros(num_blocks, np.int32)
-        self._nth = np.zeros(num_blocks, np.int32)
-        self._runs = np.zeros(max(64, num_blocks // _BLOCKS_PER_RUN), _RUN)
+        # The last entry is that of all blocks that were not used, and stays 0.
+        self._run = np.zeros(1, np.int32)
+        self._nth = np.zeros(1, np.int32)
+        self._runs = np.zeros(_LEAST_RUNS, _RUN)
         self._next = 1
         # Blocks with rows of several runs, and the index of their cells.
         self._mixed: dict[int, int] = {}
@@ -60,7 +74,25 @@ class SlotMap:
         """Number of changes since the server started."""
         # Number of erasures; its value at the last erasure of all blocks, and by block.
         self.erasures = self._all_erased = 0
-        self._erased = np.zeros(num_blocks, np.int64)
+        self._erased = np.zeros(1, np.int64)
+
+    def _reach(self, block_ids: Sequence[int] | Array) -> None:
+        """Make the tables long enough for blocks."""
+        highest = max(block_ids, default=-1)
+        length = len(self._run) - 1
+        if highest < length:
+            return
+        if highest >= self.num_blocks:  # of a snapshot; chunks are checked
+            raise IndexError(f"block {highest} of {self.num_blocks}")
+        length = max(_LEAST_BLOCKS, 2 * length, highest + 1)
+        length = min(length, self.num_blocks) if length <= _LONG else self.num_blocks
+        self._run, self._nth = _longer(self._run, length + 1), _longer(self._nth, length + 1)
+        self._erased = _longer(self._erased, length + 1)
+        self._runs = _longer(self._runs, max(len(self._runs), length // _BLOCKS_PER_RUN))
+
+    def _entry(self, block: int) -> int:
+        """Return the entry of a block in the tables."""
+        return min(block, len(self._run) - 1)
 
     @property
     def num_slots(self) -> int:
@@ -92,6 +124,7 @@ class SlotMap:
         self.changes += 1
         blocks, offsets = np.divmod(slots, self.block_size)
         named = blocks.tolist()
+        self._reach(named)
         for block in named:
             if block not in self._mixed:
                 self._slot_by_slot(block)
@@ -105,9 +138,11 @@ class SlotMap:
         if self._next == len(self._runs):
             self._drop_runs()
         self.changes += 1
+        position, length = run[:2]
+        size = max(self.block_size, 1)
+        self._reach(block_ids[position // size : -(-(position + length) // size)])
         number = self._next
         self._next += 1
-        position, length = run[:2]
         self._runs[number] = (*run[:4], step)
         run_of, nth_of = self._run.data, self._nth.data
         for first, blocks, low, high in self._parts(block_ids, position, position + length):
@@ -186,14 +221,16 @@ class SlotMap:
         """Whether any of the slots [low, high) of a block may be known."""
         if block in self._mixed:
             return True
-        run = self._runs[self._run[block]]  # run 0 is empty
-        start = int(self._nth[block]) * self.block_size - int(run["position"])
+        entry = self._entry(block)
+        run = self._runs[self._run[entry]]  # run 0 is empty
+        start = int(self._nth[entry]) * self.block_size - int(run["position"])
         return start + high > 0 and start + low < int(run["length"])
 
     def erase(self, block_ids: Sequence[int]) -> None:
         """Forget blocks that are given away or filled otherwise: their drafts are not named."""
         self.forget_blocks(block_ids)
         self.erasures += 1
+        self._reach(block_ids)
         self._erased[block_ids] = self.erasures
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], step: int = 0) -> None:
@@ -203,6 +240,7 @@ class SlotMap:
         rows come there behind engine step `step`, as if they were of the next one.
         """
         pairs = dict(zip(targets, sources, strict=True))
+        self._reach([*targets, *sources])
         if self._next + len(pairs) > len(self._runs):
             self._drop_runs(len(pairs))
         held = np.fromiter(pairs.values(), np.int64, len(pairs))
@@ -239,7 +277,7 @@ class SlotMap:
         if not block_ids:  # an engine without blocks has no block size either
             return
         for nth, block in enumerate(block_ids[start // size : -(-stop // size)], start // size):
-            if max(self._erased[block], self._all_erased) <= since:
+            if max(self._erased[self._entry(block)], self._all_erased) <= since:
                 yield max(start, nth * size), min(stop, (nth + 1) * size)
 
     def forget_blocks(self, block_ids: Sequence[int]) -> None:
@@ -247,8 +285,10 @@ class SlotMap:
         self.changes += 1
         self._give_back(block_ids)
         run_of = self._run.data  # as fast as numpy for many blocks, much faster for a few
+        length = len(run_of) - 1
         for block in block_ids:
-            run_of[block] = 0
+            if block < length:
+                run_of[block] = 0
 
     def _give_back(self, block_ids: Sequence[int]) -> None:
         """Free the cells of blocks that were kept slot by slot."""
@@ -261,16 +301,17 @@ class SlotMap:
         """Forget all slots, or those of the first `count` blocks; the others hold no drafts."""
         self.changes += 1
         # Unlike zeros_like, zeros takes no memory before it is written.
-        runs = np.zeros(self.num_blocks, np.int32)
+        runs = np.zeros(len(self._run), np.int32)
         if count:
             runs[count:] = self._run[count:]
             self._give_back([block for block in self._mixed if block < count])
         else:
-            self._mixed, self._cells, self._free = {}, self._cells[:0], []
+            self._mixed, self._free = {}, []
+            self._cells = np.zeros((0, self.block_size), _CELL)
         self._run = runs
         self.erasures += 1
         self._all_erased = self.erasures
-        self._erased = np.zeros(self.num_blocks, np.int64)
+        self._erased = np.zeros(len(self._erased), np.int64)
 
     def _parts(
         self, block_ids: Sequence[int], start: int, stop: int
@@ -295,8 +336,9 @@ class SlotMap:
     def _slots_of(self, blocks: Array) -> tuple[Array, Array, Array]:
         """Return references, versions and steps of slots, [blocks, block_size] each."""
         size = self.block_size
-        runs = self._runs[self._run[blocks]]
-        at = (self._nth[blocks].astype(np.int64) * size - runs["position"])[:, None]
+        entries = np.minimum(blocks, len(self._run) - 1)
+        runs = self._runs[self._run[entries]]
+        at = (self._nth[entries].astype(np.int64) * size - runs["position"])[:, None]
         at = at + np.arange(size)
         refs = at + runs["ref"][:, None]
         refs[(at < 0) | (at >= runs["length"][:, None])] = UNKNOWN
@@ -373,6 +415,8 @@ class SlotMap:
         """Return the slot map of a stored form."""
         self = cls(message.block_size, message.num_blocks)
         blocks = np.frombuffer(message.blocks, "<u4")
+        erased = np.frombuffer(message.erased, "<u4")
+        self._reach([*blocks[-1:].tolist(), *erased[-1:].tolist()])  # they ascend
         self._run[blocks] = np.frombuffer(message.run, "<i4")
         self._nth[blocks] = np.frombuffer(message.nth, "<i4")
         runs = np.frombuffer(message.runs, _RUN)
@@ -384,6 +428,11 @@ class SlotMap:
         cells = np.frombuffer(message.cells, _CELL)
         self._cells = cells.reshape(len(mixed), self.block_size).copy()
         self.erasures, self._all_erased = message.erasures, message.all_erased
-        erased = np.frombuffer(message.erased, "<u4")
         self._erased[erased] = np.frombuffer(message.erased_at, "<i8")
         return self
+
+
+def _longer(table: Array, length: int) -> Array:
+    longer = np.zeros(length, table.dtype)
+    longer[: len(table)] = table
+    return longer

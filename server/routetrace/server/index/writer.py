@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from routetrace.common.layout import ModelLayout
@@ -27,6 +27,39 @@ from routetrace.stored import format5_pb2 as stored
 
 #: Sequence number and checksums of a chunk.
 _RECENT = struct.Struct("<QII")
+
+#: Chunks whose checksums are kept to recognize resent ones: four times those that a stream may have
+#: under way.
+DEDUP_WINDOW = 128
+
+
+class Recent:
+    """Checksums of the last chunks of a writer, 8 bytes for each."""
+
+    __slots__ = ("_last", "_sums")
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._sums = array("I")  # two for each chunk up to the last one, without a gap
+
+    def add(self, sequence: int, sums: Sums) -> None:
+        """Add the chunk that is applied; those before a gap are forgotten."""
+        if sequence != self._last + 1:
+            del self._sums[:]
+        self._last = sequence
+        self._sums.extend(sums)
+        del self._sums[: -2 * DEDUP_WINDOW]
+
+    def get(self, sequence: int) -> Sums | None:
+        """Return the checksums of a chunk; None if they are not known any more."""
+        at = len(self._sums) - 2 * (self._last - sequence + 1)
+        return Sums(*self._sums[at : at + 2]) if 0 <= at < len(self._sums) else None
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Yield sequence numbers and checksums, in order."""
+        first = self._last + 1 - len(self._sums) // 2
+        for index, sums in enumerate(zip(self._sums[::2], self._sums[1::2], strict=True)):
+            yield first + index, *sums
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +92,7 @@ class Writer:
     """Whether a replay has passed damaged records, which may be of this writer."""
     live: dict[str, tuple[TraceKey, Source]] = field(default_factory=dict)
     """Requests that have not ended, by engine request id."""
-    recent: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
+    recent: Recent = field(default_factory=Recent)
 
 
 def dump_writer(message: stored.Writer, writer: Writer) -> None:
@@ -74,7 +107,7 @@ def dump_writer(message: stored.Writer, writer: Writer) -> None:
         message.weight_version = writer.weight_version
     message.model, message.says_unknown_versions = writer.model, writer.says_unknown_versions
     message.closed = writer.closed
-    message.recent = b"".join(_RECENT.pack(n, *sums) for n, sums in writer.recent.items())
+    message.recent = b"".join(_RECENT.pack(*each) for each in writer.recent)
     for request_id, ((_, trace_id), source) in writer.live.items():
         live = message.live.add(request_id=request_id, trace_id=trace_id)
         if source.forgotten:  # a request without a trace still holds blocks
@@ -105,7 +138,7 @@ def load_writer(message: stored.Writer, traces: Mapping[TraceKey, Trace]) -> Wri
         message.closed,
     )
     for number, header, payload in _RECENT.iter_unpack(message.recent):
-        writer.recent[number] = Sums(header, payload)
+        writer.recent.add(number, Sums(header, payload))
     for live in message.live:
         key = run, live.trace_id
         source = _live_source(writer, live, traces.get(key))

@@ -264,21 +264,22 @@ class IngestServicer:
             # open at once get different epochs before either is committed.
             epoch = max(newest + 1, self._granted.get(key, 0) + 1, int(now * 1000))
             self._granted[key] = epoch
-            writer = await self._journal.append(
-                encode_open(
-                    now,
-                    key,
-                    epoch=epoch,
-                    boot_id=hello.boot_id or f"epoch {epoch}",
-                    layout=layout,
-                    block_size=hello.block_size if num_slots else 0,
-                    num_blocks=hello.num_blocks if num_slots else 0,
-                    token=token,
-                    model=hello.model,
-                    says_unknown_versions=hello.says_unknown_versions,
-                    restarted=hello.former_epoch > 0,
-                )
+            record = encode_open(
+                now,
+                key,
+                epoch=epoch,
+                boot_id=hello.boot_id or f"epoch {epoch}",
+                layout=layout,
+                block_size=hello.block_size if num_slots else 0,
+                num_blocks=hello.num_blocks if num_slots else 0,
+                token=token,
+                model=hello.model,
+                says_unknown_versions=hello.says_unknown_versions,
+                restarted=hello.former_epoch > 0,
             )
+            writer = await self._journal.append(record)
+            if self._granted.get(key) == epoch:  # else another stream opens
+                del self._granted[key]
             _log.info("%s opened epoch %d: %s", key, writer.epoch, _described(hello, layout))
             if hello.former_epoch:
                 self._restarted.labels(key.run).inc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,11 +217,17 @@ def layout_to_stored(layout: ModelLayout) -> stored.Layout:
 
 
 def layout_from_stored(message: stored.Layout) -> ModelLayout:
-    """Return the layout of a stored form.
+    """Return the layout of a stored form: the same object for all writers of a model.
 
     Raises:
         InvalidArgument: if it is invalid.
     """
+    return _layout(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=64)
+def _layout(data: bytes) -> ModelLayout:
+    message = stored.Layout.FromString(data)
     return ModelLayout(
         tuple(message.layer_ids),
         message.num_hidden_layers,

@@ -1,0 +1,53 @@
+"""What memory a server keeps of an engine that has left.
+
+    python benchmarks/run.py scale.engines [--engines 2000] [--blocks 1000]
+
+Engines connect, serve a request or two and leave; their traces are deleted. The growth of the
+server's process for each is printed: with its slots, as the engine may come back, and with its
+chunk, which they point into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+from ingest.load import Agent, hello, load
+from measure import rss
+from routetrace.client import RouteClient
+from routetrace.server.testing import run_server
+from scale.lists import LAYERS
+
+#: Engines that connect before the measurement.
+_WARM = 500
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--engines", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=1000, help="KV blocks of an engine")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        run_server(data_dir=directory, log_level="error") as server,
+        RouteClient(server.target, run="run") as client,
+    ):
+        before = 0
+        for number in range(_WARM + options.engines):
+            if number == _WARM:
+                before = rss(server.pid)
+            name = f"engine-{number:06}"
+            agent = Agent(server.target, hello(LAYERS, "run", name, num_blocks=options.blocks))
+            one = load(
+                LAYERS, 1, message_bytes=1000, tokens=33, name=name, num_blocks=options.blocks
+            )
+            agent.send(one.messages)
+            agent.close()
+            client.delete(*(f"{name}-{i}" for i in range(one.tokens // 32)))
+        grown = rss(server.pid) - before
+        print(f"{options.engines:,} engines, {grown / options.engines:,.0f} bytes each")
+
+
+if __name__ == "__main__":
+    main()
