@@ -143,7 +143,7 @@ MUTATIONS = (
     Mutation(
         "drafts confirmed after their blocks were forgotten",
         f"{SERVER}/index/slot_map.py",
-        "            if max(self._erased[block], self._all_erased) <= since:\n",
+        "            if max(self._erased[self._entry(block)], self._all_erased) <= since:\n",
         "            if True:\n",
     ),
     Mutation(

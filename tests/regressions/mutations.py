@@ -707,16 +707,16 @@ FAULTS = (
     fault(
         "a shard that was closed ends a request that others go on with",
         f"{SERVER}/rows/reader.py",
-        "    closed = not reason and all(source.closed for source in request.sources)\n",
-        "    closed = not reason and any(source.closed for source in request.sources)\n",
+        "    closed = not reason and all(source.closed for source in sources)\n",
+        "    closed = not reason and any(source.closed for source in sources)\n",
         "system/test_closed_agents.py"
         "::test_a_shard_that_is_closed_ends_no_request_that_others_go_on_with",
     ),
     fault(
         "the KV of a request without an end is waited for",
         f"{SERVER}/rows/reader.py",
-        "loaded and known.num_tokens and self._is_recent(known.trace)",
-        "loaded and self._is_recent(known.trace)",
+        "loaded and known.num_tokens and self.is_recent(known.trace)",
+        "loaded and self.is_recent(known.trace)",
         "system/test_closed_agents.py::test_nobody_waits_for_the_kv_of_a_request_without_an_end",
     ),
     fault(

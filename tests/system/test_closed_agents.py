@@ -70,6 +70,8 @@ def ended(client: RouteClient, name: str) -> None:
     read = client.get(name, wait_for="end", missing="mask")
     assert (read.state, read.finish_reason) == (TraceState.INCOMPLETE, FinishReason.CLOSED)
     assert (read.num_tokens, read.num_rows, read.missing) == (None, 30, ())
+    [listed] = [stat for stat in client.find() if stat.trace_id == name]
+    assert (listed.state, listed.finish_reason) == (read.state, read.finish_reason)
 
 
 def test_an_agent_is_closed_until_another_one_connects(server):

@@ -110,7 +110,7 @@ def _incarnation(reader: Reader, known: Known) -> pb.IncarnationInfo:
     return pb.IncarnationInfo(
         number=request.number,
         state=reader.state_of(known),  # type: ignore[arg-type]
-        finish_reason=finish_reason_of(request),
+        finish_reason=finish_reason_of(request.sources),
         num_tokens=known.num_tokens,
         num_rows=known.num_rows,
         begun_ms=_ms(request.began),

@@ -18,6 +18,7 @@ from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
 from routetrace.server.index.traces.lineage import Incarnation, Request
+from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.rows.absence import no_incarnation, no_request, no_trace
@@ -285,7 +286,7 @@ class Reader:
             labels=incarnation.labels or None,  # an empty mapping costs as much as a full one
             incarnation=request.number,
             num_incarnations=len(trace.join.standing),
-            finish_reason=finish_reason_of(request),
+            finish_reason=finish_reason_of(request.sources),
             engine_ids=sorted(engines),
             num_attempts=max(len(s.attempts) for s in request.sources),
             min_weight_version=lowest or 0,
@@ -379,10 +380,10 @@ def reason_name(finish_reason: int) -> str:
     return FinishReason(finish_reason).name.lower() if finish_reason else ""
 
 
-def finish_reason_of(request: Request) -> str:
-    """Return how a request ended: a FinishReason by name, "closed" without any, or ""."""
-    reason = max(source.finish_reason for source in request.sources)
-    closed = not reason and all(source.closed for source in request.sources)
+def finish_reason_of(sources: Sequence[Source]) -> str:
+    """Return how the request of sources ended: a FinishReason by name, "closed" without any, or ""."""
+    reason = max(source.finish_reason for source in sources)
+    closed = not reason and all(source.closed for source in sources)
     return "closed" if closed else reason_name(reason)
 
 

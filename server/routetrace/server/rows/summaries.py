@@ -25,7 +25,7 @@ from routetrace.server.index.traces.refs import ROW_BITS
 from routetrace.server.index.traces.spans import SpanList
 from routetrace.server.index.traces.trace import FINAL, Summary, Trace
 from routetrace.server.rows.preparing import Steps, prepare
-from routetrace.server.rows.reader import Reader, range_of, reason_name
+from routetrace.server.rows.reader import Reader, finish_reason_of, range_of
 from routetrace.v1 import routetrace_pb2 as pb
 
 #: Maximum runs and layouts whose fields are kept serialized.
@@ -172,7 +172,7 @@ class Summaries:
             labels=dict(islice(labels.items(), MAX_TRACE_LABELS)) or None,
             incarnation=trace.num_dropped + 1,
             num_incarnations=1,
-            finish_reason=reason_name(max([s.finish_reason for s in sources])),
+            finish_reason=finish_reason_of(sources),
             engine_ids=[first.writer.engine_id],
             num_attempts=1,
             min_weight_version=lowest or 0,
