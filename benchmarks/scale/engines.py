@@ -2,15 +2,16 @@
 
     python benchmarks/run.py scale.engines [--engines 2000] [--blocks 1000]
 
-Engines connect, serve a request or two and leave; their traces are deleted. The growth of the
-server's process for each is printed: with its slots, as the engine may come back, and with its
-chunk, which they point into.
+Engines connect, serve a request or two and leave; their traces expire. The growth of the server's
+process for each is printed: with its slots, as the engine may come back, and with its chunk, which
+they point into.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 
 from ingest.load import Agent, hello, load
 from measure import rss
@@ -30,22 +31,25 @@ def main() -> None:
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,
-        run_server(data_dir=directory, log_level="error") as server,
+        run_server(data_dir=directory, log_level="error", sweep_interval_seconds=1) as server,
         RouteClient(server.target, run="run") as client,
     ):
+
+        def calm() -> int:
+            while client.server_info().num_traces:
+                time.sleep(0.5)
+            return rss(server.pid)
+
         before = 0
         for number in range(_WARM + options.engines):
             if number == _WARM:
-                before = rss(server.pid)
+                before = calm()
             name = f"engine-{number:06}"
             agent = Agent(server.target, hello(LAYERS, "run", name, num_blocks=options.blocks))
-            one = load(
-                LAYERS, 1, message_bytes=1000, tokens=33, name=name, num_blocks=options.blocks
-            )
-            agent.send(one.messages)
+            few = {"message_bytes": 1000, "tokens": 33, "num_blocks": options.blocks}
+            agent.send(load(LAYERS, 1, name=name, ttl=1, **few).messages)
             agent.close()
-            client.delete(*(f"{name}-{i}" for i in range(one.tokens // 32)))
-        grown = rss(server.pid) - before
+        grown = calm() - before
         print(f"{options.engines:,} engines, {grown / options.engines:,.0f} bytes each")
 
 
