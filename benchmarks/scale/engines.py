@@ -2,9 +2,9 @@
 
     python benchmarks/run.py scale.engines [--engines 2000] [--blocks 1000]
 
-Engines connect, serve a request or two and leave; their traces expire. The growth of the server's
-process for each is printed: with its slots, as the engine may come back, and with its chunk, which
-they point into.
+Engines connect, serve a request and leave; their traces expire. The growth of the server's process
+for each is printed: with its slots, as the engine may come back, with its chunk, which they point
+into, and with what became of its trace.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
                 before = calm()
             name = f"engine-{number:06}"
             agent = Agent(server.target, hello(LAYERS, "run", name, num_blocks=options.blocks))
-            few = {"message_bytes": 1000, "tokens": 33, "num_blocks": options.blocks}
+            few = {"message_bytes": 600, "tokens": 33, "num_blocks": options.blocks}
             agent.send(load(LAYERS, 1, name=name, ttl=1, **few).messages)
             agent.close()
         grown = calm() - before

@@ -14,6 +14,7 @@ have used few, and a server remembers very many.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ _BLOCKS_PER_RUN = 16
 
 #: Minimum lengths of the tables, and the length up to which they grow with the blocks. Beyond it
 #: they are those of all blocks: long tables take no memory where they were not written.
-_LEAST_BLOCKS, _LEAST_RUNS = 16, 8
+_LEAST_BLOCKS, _LEAST_RUNS = 8, 4
 _LONG = 1 << 12
 
 
@@ -68,7 +69,7 @@ class SlotMap:
         self._next = 1
         # Blocks with rows of several runs, and the index of their cells.
         self._mixed: dict[int, int] = {}
-        self._cells = np.zeros((0, block_size), _CELL)
+        self._cells = _no_cells(block_size)
         self._free: list[int] = []
         self.changes = 0
         """Number of changes since the server started."""
@@ -307,7 +308,7 @@ class SlotMap:
             self._give_back([block for block in self._mixed if block < count])
         else:
             self._mixed, self._free = {}, []
-            self._cells = np.zeros((0, self.block_size), _CELL)
+            self._cells = _no_cells(self.block_size)
         self._run = runs
         self.erasures += 1
         self._all_erased = self.erasures
@@ -430,6 +431,11 @@ class SlotMap:
         self.erasures, self._all_erased = message.erasures, message.all_erased
         self._erased[erased] = np.frombuffer(message.erased_at, "<i8")
         return self
+
+
+@lru_cache(maxsize=64)
+def _no_cells(block_size: int) -> Array:
+    return np.zeros((0, block_size), _CELL)
 
 
 def _longer(table: Array, length: int) -> Array:
