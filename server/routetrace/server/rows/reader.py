@@ -17,7 +17,7 @@ from routetrace.server.index.agents import Agents
 from routetrace.server.index.journal import Clock
 from routetrace.server.index.state import State
 from routetrace.server.index.traces import refs
-from routetrace.server.index.traces.lineage import Incarnation, Request
+from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.spans import merge
 from routetrace.server.index.traces.trace import Trace
@@ -381,7 +381,7 @@ def reason_name(finish_reason: int) -> str:
 
 
 def finish_reason_of(sources: Sequence[Source]) -> str:
-    """Return how the request of sources ended: a FinishReason by name, "closed" without any, or ""."""
+    """Return how a request of such sources ended: a FinishReason by name, "closed", or ""."""
     reason = max(source.finish_reason for source in sources)
     closed = not reason and all(source.closed for source in sources)
     return "closed" if closed else reason_name(reason)
