@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -374,17 +373,11 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], also: int) -> None:
         end = stop
 
 
-@cache
-def reason_name(finish_reason: int) -> str:
-    """Return the name of a FinishReason; "" for none."""
-    return FinishReason(finish_reason).name.lower() if finish_reason else ""
-
-
 def finish_reason_of(sources: Sequence[Source]) -> str:
     """Return how a request of such sources ended: a FinishReason by name, "closed", or ""."""
     reason = max(source.finish_reason for source in sources)
     closed = not reason and all(source.closed for source in sources)
-    return "closed" if closed else reason_name(reason)
+    return "closed" if closed else FinishReason(reason).name.lower() if reason else ""
 
 
 def range_of(versions: Set[int]) -> tuple[bool, int | None, int | None]:
