@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,30 @@ class Known:
     """Requests whose deletion was acknowledged."""
     deleting: set[int] = field(default_factory=set)
     """Requests whose deletion was asked for."""
+
+
+class Step(NamedTuple):
+    """Progress of a writer, with its time."""
+
+    at: float
+    """Of `time.monotonic`: before what is sent or asked for, behind what is answered."""
+    what: str
+    """Field of `Known`."""
+    number: int
+
+
+def known_at(steps: Iterable[Step], at: float) -> Known:
+    """Return how far a writer was at a time."""
+    known = Known()
+    for step in steps:
+        if step.at > at:
+            continue
+        value = getattr(known, step.what)
+        if isinstance(value, set):
+            value.add(step.number)
+        else:
+            setattr(known, step.what, max(value, step.number))
+    return known
 
 
 @dataclass
@@ -181,5 +206,6 @@ def read_all(client: RouteClient, pairs: list[tuple[Script, Known]], **options: 
 
 
 __all__ = [
-    "RUN", "Known", "Served", "Violation", "audit", "check", "compare", "read_all", "temporary",
+    "RUN", "Known", "Served", "Step", "Violation", "audit", "check", "compare", "known_at",
+    "read_all", "temporary",
 ]  # fmt: skip

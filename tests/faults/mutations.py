@@ -1,4 +1,4 @@
-"""Breaks the durability of the disk store; images of lost power must show each.
+"""Breaks the durability of the disk store and of the server; images of lost power must show each.
 
 python -m faults.mutations     (in tests/)
 """
@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "the directory of the store is not synced",
         f"{_STORE}/directory.py",
-        "        sync_directory(above)\n",
-        "        pass\n",
+        "    sync_directory(path.parent)\n",
+        "",
     ),
     Mutation(
         "a drop is not in the log",
@@ -95,8 +95,73 @@ MUTATIONS = (
 )  # fmt: skip
 
 
+_PARTITIONS = f"{SERVER}/process/partitions.py"
+_HELD = "                index = {n: where for n, where in self._index.items() if n not in gone_}\n"
+#: Of what the store alone does not show: servers that are killed, workers, holes.
+OF_SERVERS = (
+    Mutation(
+        "what a server left that was killed is not synced",
+        f"{_STORE}/directory.py",
+        "            os.fsync(file)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "the name of a log that a killed server left is not synced",
+        f"{_STORE}/directory.py",
+        "    sync_directory(contents.path)\n",
+        "",
+    ),
+    Mutation(
+        "the number of partitions is not synced", _PARTITIONS, "os.fsync(file.fileno())", "pass"
+    ),
+    Mutation(
+        "the name of the number of partitions is not synced",
+        _PARTITIONS,
+        "    sync_directory(path.parent)\n",
+        "",
+    ),
+    Mutation(
+        "directories above the partitions are not synced",
+        _PARTITIONS,
+        "            make_directory(partition_dir(data_dir, number))\n",
+        "            partition_dir(data_dir, number).mkdir(parents=True, exist_ok=True)\n",
+    ),
+    Mutation(
+        "holes are punched before the snapshot is durable",
+        f"{_STORE}/store.py",
+        _HELD,
+        _HELD + "                for n in drop:\n"
+        "                    self._blocks.free(self._index[n].table)\n"
+        "                self._blocks.give_back(1 << 30)\n"
+        "                for n in drop:\n"
+        "                    self._blocks.claim(self._index[n].table)\n",
+    ),
+    Mutation(
+        "what is left of a commit that failed names blocks that are written",
+        f"{_STORE}/store.py",
+        "        self._log.mend()  # first: what is left of a commit that failed may name free blocks\n",
+        "",
+    ),
+    Mutation(
+        "what is left of a commit that failed names holes",
+        f"{_STORE}/store.py",
+        "            self._log.mend()\n            self._blocks",
+        "            self._blocks",
+    ),
+    Mutation(
+        "a record is applied before its commit",
+        f"{SERVER}/index/journal.py",
+        "        stored = self.store.append(Record(self._number, record, payload, sums))\n",
+        "        self.store.append(Record(self._number, record, payload, sums))\n"
+        "        stored: Future[None] = Future()\n"
+        "        stored.set_result(None)\n",
+    ),
+)  # fmt: skip
+
+
 def seen(mutation: Mutation) -> str:
     """Return how the images show a mutation; "" if they do not."""
+    scenario = "server_power" if mutation in OF_SERVERS else "power"
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         for source in SOURCES:
             shutil.copytree(ROOT / source, Path(directory, source))
@@ -108,7 +173,7 @@ def seen(mutation: Mutation) -> str:
             [
                 sys.executable,
                 "-m",
-                "faults.scenarios.power",
+                f"faults.scenarios.{scenario}",
                 "--images",
                 "6000",
                 "--seed",
@@ -129,10 +194,11 @@ def main() -> int:
     """Return 1 if a mutation was not seen."""
     missed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutation, how in zip(MUTATIONS, pool.map(seen, MUTATIONS), strict=True):
+        mutations = (*MUTATIONS, *OF_SERVERS)
+        for mutation, how in zip(mutations, pool.map(seen, mutations), strict=True):
             missed += not how
             print(f"{mutation.name:<54}{how[:120] or 'MISSED'}", flush=True)
-    print(f"{len(MUTATIONS) - missed} of {len(MUTATIONS)} mutations seen")
+    print(f"{len(mutations) - missed} of {len(mutations)} mutations seen")
     return 1 if missed else 0
 
 

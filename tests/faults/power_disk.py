@@ -1,29 +1,40 @@
 """A disk that loses power: events of a process that writes and syncs, and images that it may leave.
 
-`Recorder` wraps the functions of `os` that change files. `Disk` replays its events and makes crash
-images by the rules of POSIX: content is durable up to the last sync of its file, names are durable
-up to the last sync of their directory. Of later changes, any page may be on the disk or not, pages
-may be torn between sectors, a file may be long and hold zeros, and changes of names may have
-happened in any order that the names allow.
+`Recorder` wraps the calls of Python that change files, and the `fallocate` of the C library. `Disk`
+replays its events and makes crash images by the rules of POSIX: content is durable up to the last
+sync of its file, names are durable up to the last sync of their directory. Of later changes, any
+page may be on the disk or not, pages may be torn between sectors, a hole that was punched holds
+zeros or what was there, a file may be long and hold zeros, as one that was allocated does, and
+changes of names may have happened in any order that the names allow.
 """
 
 from __future__ import annotations
 
+import _pyio
+import builtins
+import ctypes
+import io
 import os
+import pathlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 PAGE, SECTOR = 4096, 512
 #: In place of the number of a file.
 DIRECTORY = -1
-#: Files that say nothing of the stored records.
-_IGNORED = ("reserve", "lock")
+#: Files that say nothing of the stored records, and are written in C.
+_IGNORED = ("lock",)
 _MODES = ("none", "all", "first", "some", "some")
+_PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_OPEN = io.open
 
 
 class Event(NamedTuple):
@@ -32,45 +43,103 @@ class Event(NamedTuple):
     kind: str
     """Name of a method of `Disk`, or of a mark."""
     args: tuple[Any, ...]
+    begun: float
+    """Time of `time.monotonic` at which the call began."""
 
 
 class Recorder:
-    """Events below a directory, in the order in which they took effect."""
+    """Changes below a directory, in the order in which they took effect.
 
-    def __init__(self, root: Path) -> None:
+    One call is made at a time; those of other threads wait for it.
+
+    Args:
+        root: the directory.
+        note: called with each event.
+        before: called before each call with its name and arguments; may fail in its place, or
+            return other arguments.
+        names: numbers of the files that are there, by path; None: those of `numbers_of`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        note: Callable[[Event], object],
+        before: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] = lambda _, args: args,
+        names: dict[str, int] | None = None,
+    ) -> None:
         self._root = str(root)
-        self.events: list[Event] = []
+        self._note = note
+        self._before = before
         self._lock = threading.RLock()
+        self._begun = 0.0
         self._paths: dict[int, str] = {}  # by open descriptor
         self._files: dict[int, int] = {}  # numbers of files, by open descriptor
-        self._names = _numbers(root)  # numbers of files, by path
-        self._next = max(self._names.values(), default=0) + 1
+        self.names = numbers_of(root) if names is None else names
+        """Numbers of the files that are there, by path."""
 
     def mark(self, kind: str, *args: Any) -> None:
         """Add a mark of the workload."""
         with self._lock:
-            self.events.append(Event(kind, args))
+            self._begun = time.monotonic()
+            self._add(kind, *args)
+
+    def _add(self, kind: str, *args: Any) -> None:
+        self._note(Event(kind, args, self._begun))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record until the end of the block."""
-        calls = {name: getattr(os, name) for name in _CALLS}
-        try:
-            for name, real in calls.items():
-                setattr(os, name, self._wrapped(real, getattr(self, f"_on_{name}")))
-            yield
-        finally:
-            for name, real in calls.items():
-                setattr(os, name, real)
+        # pathlib of Python 3.10 keeps functions of its own.
+        owners = [os, *filter(None, [getattr(pathlib, "_normal_accessor", None)])]
+        with ExitStack() as stack:
+            for name in filter(partial(hasattr, os), _CALLS):
+                call = self._wrapped(name, getattr(os, name))
+                for owner in owners:
+                    if hasattr(owner, name):
+                        stack.enter_context(patch.object(owner, name, call))
+            # Python's own `open` writes in C.
+            for owner in (builtins, io, *owners[1:]):
+                stack.enter_context(patch.object(owner, "open", self._open))
+            found = ctypes.CDLL.__getattr__
 
-    def _wrapped(self, real: Callable[..., Any], on: Callable[..., None]) -> Callable[..., Any]:
+            def function(library: ctypes.CDLL, name: str) -> Any:
+                real = found(library, name)
+                if name != "fallocate":
+                    return real
+                call = self._wrapped(name, real)
+                stack.enter_context(patch.object(library, name, call))  # for the next look
+                return call
+
+            stack.enter_context(patch.object(ctypes.CDLL, "__getattr__", function))
+            yield
+
+    def _open(self, file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
+        changes = set(mode) & set("wax+") and not isinstance(file, int) and self._inside(file)
+        return (_pyio.open if changes else _OPEN)(file, mode, *args, **named)
+
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        on = getattr(self, f"_on_{name}")
+
         def call(*args: Any, **named: Any) -> Any:
             with self._lock:
-                result = real(*args, **named)
+                self._begun = time.monotonic()
+                args = self._before(name, args) if self._counts(args) else args
+                try:
+                    result = real(*args, **named)
+                except OSError:
+                    if name == "posix_fallocate":  # the file may have grown
+                        on(None, *args)
+                    raise
                 on(result, *args)
                 return result
 
         return call
+
+    def _counts(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call may change what is below the directory."""
+        if isinstance(args[0], int):
+            return args[0] in self._paths
+        return bool(self._inside(args[0]))
 
     def _inside(self, path: Any) -> str:
         """Return the absolute path; "" if its changes do not count."""
@@ -78,17 +147,18 @@ class Recorder:
         inside = name == self._root or name.startswith(self._root + os.sep)
         return name if inside and os.path.basename(name) not in _IGNORED else ""
 
-    def _on_open(self, result: int, path: Any, *_: Any) -> None:
+    def _on_open(self, result: int, path: Any, flags: int = 0, *_: Any) -> None:
         if not (name := self._inside(path)):
             return
         self._paths[result] = name
         if os.path.isdir(name):
             return
-        if name not in self._names:
-            self._names[name] = self._next
-            self.mark("make", name, self._next)
-            self._next += 1
-        self._files[result] = self._names[name]
+        if name not in self.names:
+            self.names[name] = time.monotonic_ns()  # of no other file, of any process
+            self._add("make", name, self.names[name])
+        self._files[result] = self.names[name]
+        if flags & os.O_TRUNC:
+            self._add("cut", self.names[name], 0)
 
     def _on_close(self, _: None, descriptor: int) -> None:
         self._paths.pop(descriptor, None)
@@ -96,35 +166,51 @@ class Recorder:
 
     def _on_pwrite(self, result: int, descriptor: int, data: Any, at: int) -> None:
         if descriptor in self._files:
-            self.mark("write", self._files[descriptor], at, bytes(memoryview(data)[:result]))
+            self._add("write", self._files[descriptor], at, bytes(memoryview(data)[:result]))
+
+    def _on_write(self, result: int, descriptor: int, data: Any) -> None:
+        if descriptor in self._files:
+            at = os.lseek(descriptor, 0, os.SEEK_CUR) - result
+            self._on_pwrite(result, descriptor, data, at)
 
     def _on_ftruncate(self, _: None, descriptor: int, size: int) -> None:
         if descriptor in self._files:
-            self.mark("cut", self._files[descriptor], size)
+            self._add("cut", self._files[descriptor], size)
+
+    def _on_posix_fallocate(self, _: None, descriptor: int, *__: int) -> None:
+        if descriptor in self._files:
+            self._add("allocate", self._files[descriptor], os.fstat(descriptor).st_size)
+
+    def _on_fallocate(self, result: int, descriptor: int, mode: int, at: Any, size: Any) -> None:
+        if descriptor in self._files and result == 0:
+            assert mode == _PUNCH_HOLE, f"fallocate with the mode {mode} is not modelled"
+            self._add("punch", self._files[descriptor], at.value, size.value)
 
     def _on_fsync(self, _: None, descriptor: int) -> None:
         if descriptor in self._files:
-            self.mark("sync", self._files[descriptor])
+            self._add("sync", self._files[descriptor])
         elif descriptor in self._paths:
-            self.mark("sync_names", self._paths[descriptor])
+            self._add("sync_names", self._paths[descriptor])
 
     _on_fdatasync = _on_fsync
 
     def _on_rename(self, _: None, old: Any, new: Any) -> None:
         before, after = self._inside(old), self._inside(new)
         if before:
-            self._names[after] = self._names.pop(before)
-            self.mark("rename", before, after)
+            self.names[after] = self.names.pop(before)
+            self._add("rename", before, after)
+
+    _on_replace = _on_rename
 
     def _on_unlink(self, _: None, path: Any) -> None:
         if name := self._inside(path):
-            self._names.pop(name, None)
-            self.mark("unlink", name)
+            self.names.pop(name, None)
+            self._add("unlink", name)
 
     def _on_mkdir(self, _: None, path: Any, *__: Any) -> None:
         if name := self._inside(path):
-            self._names[name] = DIRECTORY
-            self.mark("make", name, DIRECTORY)
+            self.names[name] = DIRECTORY
+            self._add("make", name, DIRECTORY)
 
 
 _CALLS = [name.removeprefix("_on_") for name in vars(Recorder) if name.startswith("_on_")]
@@ -137,6 +223,8 @@ class File:
     durable: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
     """Changes since the last sync: (offset, data), or (size, None) where it was cut."""
+    size: int = 0
+    """Size with all changes."""
 
     def content(self, rng: random.Random) -> bytearray:
         """Return content that may be on the disk after a crash."""
@@ -163,10 +251,10 @@ class Disk:
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._durable = _numbers(root)
+        self._durable = numbers_of(root)
         self._pending: list[tuple[str, tuple[Any, ...]]] = []  # changes of names
         self._files = {
-            number: File(bytearray(Path(name).read_bytes()))
+            number: File(bytearray(data := Path(name).read_bytes()), size=len(data))
             for name, number in self._durable.items()
             if number != DIRECTORY
         }
@@ -189,10 +277,22 @@ class Disk:
         self._pending.append(("unlink", (name,)))
 
     def write(self, number: int, at: int, data: bytes) -> None:
-        self._files[number].pending.append((at, data))
+        file = self._files[number]
+        file.pending.append((at, data))
+        file.size = max(file.size, at + len(data))
 
     def cut(self, number: int, size: int) -> None:
         self._files[number].pending.append((size, None))
+        self._files[number].size = size
+
+    def allocate(self, number: int, size: int) -> None:
+        end = self._files[number].size
+        if size > end:
+            self.write(number, end, bytes(size - end))
+
+    def punch(self, number: int, at: int, size: int) -> None:
+        if (inside := min(size, self._files[number].size - at)) > 0:
+            self.write(number, at, bytes(inside))
 
     def sync(self, number: int) -> None:
         file = self._files[number]
@@ -208,6 +308,21 @@ class Disk:
             else:
                 rest.append((kind, args))
         self._pending = rest
+
+    def contents(self) -> dict[str, bytes | bytearray | None]:
+        """Return the content of each file by its name, None for a directory: with all changes."""
+        names = dict(self._durable)
+        for kind, args in self._pending:
+            _rename(names, kind, args)
+        found: dict[str, bytes | bytearray | None] = {}
+        for name, number in names.items():
+            data = None
+            if number != DIRECTORY:
+                data = bytearray(self._files[number].durable)
+                for at, part in self._files[number].pending:
+                    _change(data, at, part)
+            found[os.path.relpath(name, self._root)] = data
+        return found
 
     def image(self, target: Path, rng: random.Random) -> None:
         """Write a legal crash image to `target`, which is made."""
@@ -233,7 +348,25 @@ class Disk:
                 path.write_bytes(self._files[names[name]].content(rng))
 
 
-def _numbers(root: Path) -> dict[str, int]:
+def contents_of(root: Path) -> dict[str, bytes | bytearray | None]:
+    """Return what is below a directory, as `Disk.contents` does."""
+    return {
+        os.path.relpath(name, root): None if number == DIRECTORY else Path(name).read_bytes()
+        for name, number in numbers_of(root).items()
+    }
+
+
+def names_after(names: dict[str, int], events: Iterable[Event]) -> dict[str, int]:
+    """Return the numbers of all files by their paths after some events."""
+    names = dict(names)
+    for kind, args, _ in events:
+        if kind in ("make", "rename", "unlink"):
+            _rename(names, kind, args)
+    return names
+
+
+def numbers_of(root: Path) -> dict[str, int]:
+    """Return the number of each file below a directory by its path; all differ."""
     paths = [path for path in sorted(root.rglob("*")) if path.name not in _IGNORED]
     return {str(p): DIRECTORY if p.is_dir() else i for i, p in enumerate(paths)}
 
@@ -253,7 +386,7 @@ def _pages(changes: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, b
 def _change(data: bytearray, at: int, part: bytes | None) -> None:
     if part is None:
         del data[at:]
-        return
+        part = b""
     if at > len(data):
         data.extend(bytes(at - len(data)))
     data[at : at + len(part)] = part

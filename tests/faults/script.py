@@ -87,11 +87,13 @@ class Script:
 
     def num_rows(self, request: int) -> int:
         """Rows of a request once it has ended; it has one token more."""
+        while len(self._num_rows) <= request:
+            self.parts(len(self._parts) + 1)
         return self._num_rows[request]
 
     def _rows(self, request: int) -> np.ndarray:
         """All its rows, [num_rows, L, K]."""
-        return rows_of(LAYOUT, self._num_rows[request], (self._key << 20) + request)
+        return rows_of(LAYOUT, self.num_rows(request), (self._key << 20) + request)
 
     @staticmethod
     def is_short(request: int) -> bool:

@@ -39,8 +39,9 @@ class Server:
         program: Sequence[str] = ("-m", "routetrace.server.daemon"),
         **settings: Any,
     ) -> None:
-        self.port = free_port()
-        self.metrics_port = free_port()
+        workers = settings.get("workers", 1)
+        self.port = free_ports(workers)
+        self.metrics_port = free_ports(workers)
         self.target = f"127.0.0.1:{self.port}"
         self.data_dir = Path(data_dir)
         self.starts = 0

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from faults.check import Known
+from faults.check import Known, Step
 from faults.script import RUN, Script
 from routetrace.client import AsyncRouteClient
 from routetrace.common.errors import NotFound, RouteTraceError
@@ -69,6 +69,8 @@ class Run:
     """Connect anew when the stream breaks; else that ends the run."""
     pace_s: float = 0.0
     """Seconds between two chunks."""
+    patience_s: float | None = None
+    """Seconds without an answer after which a stream is given up; None: any time."""
     targets: Mapping[str, str] = field(default_factory=dict)
     """Target of the stream of an engine, where it is another one."""
 
@@ -91,9 +93,12 @@ class Report:
     reads: int = 0
     read_errors: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
-    acks_at: list[tuple[float, int]] = field(default_factory=list)
-    """(time.monotonic(), acknowledged) at each acknowledgement."""
-    welcomes_at: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    """All progress."""
+
+    def note(self, what: str, number: int) -> None:
+        """Note progress."""
+        self.steps.append(Step(time.monotonic(), what, number))
 
 
 class _Writer:
@@ -147,19 +152,26 @@ class _Writer:
         async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
             call = pb_grpc.IngestServiceStub(channel).Ingest()
             await call.write(pb.IngestRequest(hello=self.script.hello(report.epoch)))
-            answer = await call.read()
+            reading = asyncio.create_task(call.read())
+            await asyncio.wait({reading}, timeout=run.patience_s)
+            if not reading.done():
+                reading.cancel()
+                call.cancel()
+                return
+            answer = reading.result()
             if answer is grpc.aio.EOF:
                 report.errors[(await call.code()).name] += 1
                 return
             report.connections += 1
-            report.welcomes_at.append(time.monotonic())
             self._welcome(answer.welcome)
             sender = asyncio.create_task(self._send(call, run))
             stopped = asyncio.create_task(stop.wait())
             try:
                 while known.acked < run.limit:
                     reading = asyncio.create_task(call.read())
-                    await asyncio.wait({reading, stopped}, return_when="FIRST_COMPLETED")
+                    await asyncio.wait(
+                        {reading, stopped}, timeout=run.patience_s, return_when="FIRST_COMPLETED"
+                    )
                     if not reading.done():
                         reading.cancel()
                         return
@@ -187,6 +199,7 @@ class _Writer:
         self._stored = stored
         if not self.job.distrusts:
             known.acked = max(known.acked, stored)
+            report.note("acked", stored)
             self._note_ends()
         self._next = known.acked + 1
         self._outstanding.clear()
@@ -205,6 +218,7 @@ class _Writer:
                     sequence = self._next
                     self._next += 1
                     known.sent = max(known.sent, sequence)
+                    self.report.note("sent", sequence)
                     self.report.resent_stored += sequence <= self._stored
                     self._outstanding.append((sequence, self._turn))
             if pause > 0:
@@ -236,8 +250,8 @@ class _Writer:
                 report.violations.append(f"answer {said.sequence} to chunk {sequence}")
             if answer.HasField("ack"):
                 known.acked = max(known.acked, sequence)
+                report.note("acked", sequence)
                 self._note_ends()
-                report.acks_at.append((time.monotonic(), known.acked))
             elif turn == self._turn:
                 error = answer.reject.error
                 report.rejects[pb.ErrorKind.Name(error.kind).removeprefix("ERROR_KIND_")] += 1
@@ -263,10 +277,12 @@ class _Writer:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._ended)
                 request = self._ended[0]
+                self.report.note("deleting", request)
                 self.report.known.deleting.add(request)
                 with suppress(NotFound):  # an earlier attempt, whose answer got lost
                     await client.delete(self.script.trace_id(request))
                 self.report.known.deleted.add(request)
+                self.report.note("deleted", request)
                 self._ended.popleft()
 
     async def _read(self, target: str) -> None:

@@ -21,12 +21,13 @@ import grpc
 from faults.check import Known, Served, Violation, check, compare, temporary
 from faults.script import RUN, Script
 from faults.serving import Server
-from oracle.harness import _Aborted, _Server
+from oracle.harness import _Aborted, _Here, _Server
 from routetrace.client import RouteClient
 from routetrace.client._shells.drive import Driver
 from routetrace.server.common.slices import at_once
 from routetrace.server.core import Core
 from routetrace.server.settings.config import ServerConfig
+from routetrace.server.store.interface import Store
 from routetrace.server.store.memory import MemoryStore
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.feeder import Stream
@@ -129,11 +130,16 @@ class _Methods(dict[str, Any]):
 
 
 class Inline:
-    """The servicers, called as gRPC would, in this thread."""
+    """The servicers, called as gRPC would, in this thread.
 
-    def __init__(self) -> None:
+    Args:
+        store: of the records; a new one in memory if None.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
         self._loop = asyncio.new_event_loop()
-        self._store = MemoryStore()
+        self._loop.set_default_executor(_Here(1))
+        self._store: Any = store or MemoryStore()
         self._config = ServerConfig(
             store="memory",
             agent_timeout_seconds=1e6,

@@ -48,7 +48,7 @@ class Promised:
 
     def note(self, event: Event) -> None:
         """Take a mark of the workload."""
-        kind, args = event
+        kind, args, _ = event
         if kind == "asked":
             self.asked.update(args)
         elif kind == "acknowledged":
@@ -211,10 +211,11 @@ def _record(
 ) -> tuple[list[Event], Disk]:
     """Return the events of a writer, and the disk as it was before them."""
     directory.mkdir(exist_ok=True)
-    recorder, disk = Recorder(directory), Disk(directory)
+    events: list[Event] = []
+    recorder, disk = Recorder(directory, events.append), Disk(directory)
     with recorder.recording():
         work(directory, recorder, rng, rounds, after)
-    return recorder.events, disk
+    return events, disk
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from routetrace.server.settings.config import ConfigError, ServerConfig
-from routetrace.server.store.disk.directory import NAME
+from routetrace.server.store.disk.directory import NAME, make_directory
 from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.snapshot import sync_directory
 
@@ -100,7 +100,7 @@ def make_partitions(data_dir: Path, count: int) -> None:
         return
     try:
         for number in range(count):
-            partition_dir(data_dir, number).mkdir(parents=True, exist_ok=True)
+            make_directory(partition_dir(data_dir, number))
         _write_durably(data_dir / _COUNT, f"{count}\n")
     except OSError as error:
         raise OSError(explain(error, data_dir)) from error

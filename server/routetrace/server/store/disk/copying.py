@@ -22,7 +22,13 @@ import numpy as np
 
 from routetrace.common.errors import Corrupt, Unavailable
 from routetrace.server.store.disk.blocks import BLOCK_BYTES, TABLE, Blocks
-from routetrace.server.store.disk.directory import NAME, PART, DirLock, read_directory
+from routetrace.server.store.disk.directory import (
+    NAME,
+    PART,
+    DirLock,
+    make_directory,
+    read_directory,
+)
 from routetrace.server.store.disk.frames import Frame, FrameFile
 from routetrace.server.store.disk.snapshot import Stored, sync_directory
 
@@ -82,7 +88,7 @@ def copy_store(data_dir: Path, to: Path) -> Copied:
 @contextmanager
 def _empty(to: Path) -> Iterator[None]:
     """Hold the lock of an empty directory, which is created if missing."""
-    to.mkdir(parents=True, exist_ok=True)
+    make_directory(to)
     if not (to / "lock").exists():  # else it may be in use
         check_empty(to)
     lock = DirLock(to)

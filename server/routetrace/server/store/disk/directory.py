@@ -98,23 +98,46 @@ def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
                 f"{other} was made by another version of routetrace-server: "
                 "use that one, another data_dir, or move it away"
             )
-    _make(path)
-    try:
-        return read_directory(path, capacity_bytes)
-    except Corrupt as error:
-        _set_aside(path, error)
-        _make(path)
-        contents = read_directory(path, capacity_bytes)
-        contents.damaged.add("the whole store")
-        return contents
-
-
-def _make(path: Path) -> None:
-    path.mkdir(mode=0o700, exist_ok=True)
+    make_directory(path)
     with suppress(OSError):  # of another owner, or on a disk without modes
         path.chmod(0o700)  # up to 0.8, all users could read the snapshots in it
-    for above in (path.parent, path.parent.parent):  # data_dir may be new, too
-        sync_directory(above)
+    try:
+        contents = read_directory(path, capacity_bytes)
+    except Corrupt as error:
+        _set_aside(path, error)
+        make_directory(path)
+        contents = read_directory(path, capacity_bytes)
+        contents.damaged.add("the whole store")
+    _make_durable(contents)
+    return contents
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory, and those above it; the names of all are durable when this returns.
+
+    That of one which is there already, too: who made it may have died before it was.
+    """
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(path.parent)
+
+
+def _make_durable(contents: Contents) -> None:
+    """Sync what was read: a process that was killed in a commit leaves it in memory alone.
+
+    From now on it counts as acknowledged, and space is given back that it does not need.
+    """
+    for segment in contents.log.segments:
+        try:
+            file = os.open(segment.file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # it was reported, and nothing of it is served
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    sync_directory(contents.path)
 
 
 def read_directory(path: Path, capacity_bytes: int) -> Contents:

@@ -77,7 +77,7 @@ class Log:
         if self._out is None:
             self._out = self._begin()
         segment = self.segments[-1]
-        self._mend()
+        self.mend()
         data = bytearray()
         for kind, number, body, extra in frames:
             at = segment.size + len(data)
@@ -117,16 +117,21 @@ class Log:
             # Tells damage to its last record from an unfinished commit.
             with suppress(OSError):  # a full disk: it looks like an unfinished one
                 self.append([(END, 0, b"", 0)], self.segments[-1].last)
-            if self._torn:
-                self._mend()
-                os.fdatasync(self._out)
+            self.mend()
             os.close(self._out)
             self._out = None
         return self.next_id
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
+        """Cut frames of a failed append off; the blocks that they name are free behind this.
+
+        Raises:
+            OSError: if they may still be there.
+        """
         if self._torn and self._out is not None:
             os.ftruncate(self._out, self.segments[-1].size)
+            os.fdatasync(self._out)
+            self._torn = False
 
     def trim(self, number: int, base: int) -> None:
         """Delete files that a snapshot with this number and this base does not need."""

@@ -26,7 +26,7 @@ from routetrace.common.errors import (
 from routetrace.server.settings.config import AckMode
 from routetrace.server.store.base import StoreBase
 from routetrace.server.store.disk.blocks import BLOCK_BYTES
-from routetrace.server.store.disk.directory import DirLock, open_directory
+from routetrace.server.store.disk.directory import DirLock, make_directory, open_directory
 from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.frames import FrameFile
 from routetrace.server.store.disk.log import drop_frames, header_of, record_frame, records
@@ -69,7 +69,7 @@ class DiskStore(StoreBase):
     """
 
     def __init__(self, data_dir: Path, *, capacity_bytes: int, ack_mode: AckMode = "fsync") -> None:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(data_dir)
         self._capacity = capacity_bytes
         self._ack_early = ack_mode == "memory"
         self._lock = DirLock(data_dir)
@@ -297,7 +297,7 @@ class DiskStore(StoreBase):
             stored = self._commit(group)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                self._blocks.give_back(_RESERVE_LEAST)  # the log needs space
+                self._give_back(_RESERVE_LEAST)  # the log needs space
             self._fail(group, error)
             return
         self._note_success()
@@ -314,6 +314,7 @@ class DiskStore(StoreBase):
 
     def _commit(self, group: list[Append]) -> list[Stored | None]:
         stored: list[Stored | None] = []
+        self._log.mend()  # first: what is left of a commit that failed may name free blocks
         try:
             for record in [item.record for item in group]:
                 size = len(record.payload)
@@ -398,7 +399,7 @@ class DiskStore(StoreBase):
         snapshot = self._snapshots[-1].size if self._snapshots else 0
         size = max(_RESERVE_LEAST, 1 << (2 * snapshot).bit_length())
         if not self._reserve.keep(size) and give_back:
-            self._blocks.give_back(size)
+            self._give_back(size)
             self._reserve.keep(size)
 
     def _uncompacted(self, error: Exception) -> RouteTraceError:
@@ -406,6 +407,11 @@ class DiskStore(StoreBase):
         text = explain(error, self._path) if isinstance(error, OSError) else error
         refusal = Overloaded if isinstance(self._refusal(error, None), Overloaded) else Unavailable
         return refusal(f"compaction failed: {text}", retry_after=1.0)
+
+    def _give_back(self, size: int) -> None:
+        with suppress(OSError):  # as above, then nothing is given back
+            self._log.mend()
+            self._blocks.give_back(size)
 
     def _refusal(self, error: Exception, what: str | None) -> RouteTraceError:
         """Count and return the error of a failed write; log it with prefix `what`, if any."""
