@@ -97,7 +97,7 @@ class Recorder:
                 for owner in owners:
                     if hasattr(owner, name):
                         stack.enter_context(patch.object(owner, name, call))
-            # Python's own `open` writes in C.
+            # Python's own `open` makes its calls in C.
             for owner in (builtins, io, *owners[1:]):
                 stack.enter_context(patch.object(owner, "open", self._open))
             found = ctypes.CDLL.__getattr__
@@ -113,9 +113,8 @@ class Recorder:
             stack.enter_context(patch.object(ctypes.CDLL, "__getattr__", function))
             yield
 
-    def _open(self, file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
-        changes = set(mode) & set("wax+") and not isinstance(file, int) and self._inside(file)
-        return (_pyio.open if changes else _OPEN)(file, mode, *args, **named)
+    def _open(self, file: Any, *args: Any, **named: Any) -> Any:
+        return (_pyio.open if self._counts((file,)) else _OPEN)(file, *args, **named)
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         on = getattr(self, f"_on_{name}")
@@ -177,6 +176,10 @@ class Recorder:
         if descriptor in self._files:
             self._add("cut", self._files[descriptor], size)
 
+    def _on_truncate(self, _: None, path: Any, size: int) -> None:
+        if name := self._inside(path):
+            self._add("cut", self.names[name], size)
+
     def _on_posix_fallocate(self, _: None, descriptor: int, *__: int) -> None:
         if descriptor in self._files:
             self._add("allocate", self._files[descriptor], os.fstat(descriptor).st_size)
@@ -197,7 +200,7 @@ class Recorder:
     def _on_rename(self, _: None, old: Any, new: Any) -> None:
         before, after = self._inside(old), self._inside(new)
         if before:
-            self.names[after] = self.names.pop(before)
+            _rename(self.names, "rename", (before, after))
             self._add("rename", before, after)
 
     _on_replace = _on_rename
@@ -398,4 +401,6 @@ def _rename(names: dict[str, int], kind: str, args: tuple[Any, ...]) -> None:
     elif kind == "unlink":
         names.pop(args[0], None)
     elif args[0] in names:
-        names[args[1]] = names.pop(args[0])
+        old, new = args
+        for name in [name for name in names if name == old or name.startswith(old + os.sep)]:
+            names[new + name.removeprefix(old)] = names.pop(name)
