@@ -131,8 +131,9 @@ test-faults: $(VENV)/.dev
 		--share $(FAULTS) $(if $(SEED),--seed $(SEED)) $(SCENARIO:%=--scenario %)
 
 # Two servers without disks over SeaweedFS: kill -9, SIGSTOP that wakes, SIGTERM, a store that stands
-# still, under agents and readers; the same for servers that share partitions; the oracle with every
-# restart on another server from the bucket alone; stores that race are refused.
+# still, under agents and readers; the same for servers that share partitions; two clients, of which
+# none may miss what was acknowledged before it asked; the oracle with every restart on another server
+# from the bucket alone; stores that race are refused.
 # `make test-scale SCALE='--seeds 20 --rounds 12'`; SCALE='--before CHECKOUT' upgrades servers of the
 # version there one by one in place of all this.
 SCALE ?=

@@ -139,7 +139,7 @@ OF_SERVERS = (
     Mutation(
         "what is left of a commit that failed names blocks that are written",
         f"{_STORE}/store.py",
-        "        self._log.mend()  # first: what is left of a commit that failed may name free blocks\n",
+        "        self._log.mend()  # first: what a failed commit left may name free blocks\n",
         "",
     ),
     Mutation(

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,12 +57,9 @@ def program(recording: Recording) -> list[str]:
 
 def events_of(file: Path) -> Iterator[Event]:
     """Yield the events of a file; one that a process did not write to its end is none."""
-    with file.open("rb") as source:
+    with file.open("rb") as source, suppress(EOFError, pickle.UnpicklingError):
         while True:
-            try:
-                yield Event(*pickle.load(source))
-            except (EOFError, pickle.UnpicklingError):
-                return
+            yield Event(*pickle.load(source))
 
 
 class _Run:

@@ -24,6 +24,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "drain": {"restarts": 1},
         "images": {"images": 5, "flips": 100},
         "power": {"images": 100},
+        "server_power": {"images": 40, "worlds": 1, "lives": 3},
         "fuzz": {"seconds": 5},
     },
     "ci": {
@@ -47,6 +48,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "pressure": {"times": 1.5},
         "images": {"images": 25, "flips": 1000},
         "power": {"images": 700},
+        "server_power": {"images": 300, "worlds": 3},
         "fuzz": {"seconds": 20},
         "calls": {"inputs": 25_000, "seconds": 3600},
     },
@@ -72,6 +74,7 @@ SHARES: dict[str, dict[str, Options]] = {
         "pressure": {"times": 10.0},
         "images": {"images": 300, "flips": 10_000},
         "power": {"images": 50_000},
+        "server_power": {"images": 20_000, "worlds": 200},
         "fuzz": {"seconds": 3600},
         "calls": {"inputs": 250_000, "seconds": 36_000},
     },

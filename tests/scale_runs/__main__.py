@@ -3,8 +3,9 @@
 Each round hits the owner or the store once: kill -9, SIGSTOP that wakes after the take-over,
 SIGTERM, or a store that stands still for 8 s. Writers know each acknowledgement and read what was
 acknowledged; an agent with its own reader is compared row by row. After the last round one server
-starts anew, and everything is read again. Then several servers share partitions (`shared`). With
-`--before`, servers of another version are upgraded one by one in place of all this (`upgrade`).
+starts anew, and everything is read again. Then several servers share partitions (`shared`), and no
+read misses what was acknowledged before it began (`real_time`). With `--before`, servers of another
+version are upgraded one by one in place of all this (`upgrade`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.store.object.bucket import open_bucket
 from routetrace.server.store.object.probe import check_conditions
-from scale_runs import shared, stores, upgrade
+from scale_runs import real_time, shared, stores, upgrade
 from support.agents.routed_engine import Engine
 from support.servers.object_servers import ObjectServer
 from support.waiting import wait_for
@@ -153,11 +154,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of the load")
     parser.add_argument("--rounds", type=int, default=8, help="hits of each run")
     parser.add_argument("--shared", type=int, default=6, help="hits of servers that share")
+    parser.add_argument("--real-time", type=int, default=12, help="hits under two clients")
     parser.add_argument("--cells", type=int, default=1_000_000, help="of the oracle; 0: none")
     parser.add_argument("--before", type=Path, help="checkout of the version to upgrade from")
     args = parser.parse_args()
     if args.before:
-        args.rounds = args.shared = args.cells = 0
+        args.rounds = args.shared = args.real_time = args.cells = 0
     figures = Counter({} if args.before else probes())
     for seed in range(args.seed, args.seed + args.seeds):
         print(f"seed {seed}", flush=True)
@@ -167,6 +169,9 @@ def main() -> int:
             figures.update(chaos(seed, args.rounds))
         if args.shared:
             figures.update(shared.chaos(seed, args.shared))
+        if args.real_time:
+            with stores.seaweed() as store:
+                figures.update(real_time.chaos(seed, args.real_time, store.endpoint))
     if args.cells:
         oracle(args.seed, args.cells)
     for name, figure in figures.items():

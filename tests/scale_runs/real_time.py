@@ -2,8 +2,8 @@
 
 Writers note each acknowledgement; two clients, each of another server, note each answer with its
 times. Meanwhile servers are killed, stopped, and stand still for about as long as a lease lasts, so
-that one may wake as the owner that it was. Writers soon turn to the other server. Readers wait for the
-one that stands still: their answers are those to hunt for. `faults/real_time.py` judges them all
+that one may wake as the owner that it was. Writers soon turn to the other server. Readers wait for
+the one that stands still: their answers are those to hunt for. `faults/real_time.py` judges them all
 together.
 """
 
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,10 @@ from support.waiting import wait_for
 
 BOUND_S = 120.0
 LEASE_S = 2.0
-HITS = ("nap", "kill", "stop", "stall")
+HITS = ("stall", "nap", "kill", "stop")
 #: Calls of each client at a time, and how long one of them waits. Short ones are not repeated.
-_AT_ONCE = 8
-_TIMEOUTS_S = (0.3, 0.3, 2.0, 10.0)
+_AT_ONCE = 16
+_TIMEOUTS_S = (0.3, 0.3, 1.0, 5.0)
 #: Requests around the newest one that are read.
 _BACK, _AHEAD = 8, 5
 
@@ -141,7 +142,7 @@ def hit(kind: str, servers: list[ObjectServer], rng: random.Random) -> tuple[flo
     if kind == "stall":
         wait_for(lambda: any(s.serves for s in others), BOUND_S)
     # The moment is what is drawn: around the end of the lease, or some writes behind it.
-    time.sleep(rng.uniform(0.0, 0.5) if kind == "stall" else rng.uniform(0.7, 1.6) * LEASE_S)
+    time.sleep(rng.uniform(0.5, 1.5) if kind == "stall" else rng.uniform(0.8, 2.5) * LEASE_S)
     ended = time.monotonic()
     owner.signal(signal.SIGCONT)
     return begun, ended
@@ -174,22 +175,23 @@ def chaos(seed: int, hits: int, endpoint: str) -> dict[str, int]:
         writers.run(Run(target, 1 << 30, again=True, pace_s=0.02, patience_s=0.5))
         clients = [Client(s.target, jobs) for s in servers]
         try:
-            for number in range(hits):
-                pauses.append(hit(HITS[number % len(HITS)], servers, rng))
+            for kind in islice(cycle(HITS), hits):
+                pauses += [hit(kind, servers, rng)]
             wait_for(lambda: any(s.serves for s in servers), BOUND_S)
+        finally:  # a wait that fails says less
             reports = writers.stop()
-        finally:
             for client in clients:
                 client.end()
-        no_violations(reports)
-    judged = 0
-    for number, (report, script) in enumerate(zip(reports, scripts(reports), strict=True)):
-        reads = [read for client in clients for read in client.reads[number]]
-        judged += check_history(script, report.steps, reads)
+            no_violations(reports)
+            judged = 0
+            for number, (report, script) in enumerate(zip(reports, scripts(reports), strict=True)):
+                reads = [read for client in clients for read in client.reads[number]]
+                judged += check_history(script, report.steps, reads)
     waited = [
         read
         for client in clients
-        for read in sum(client.reads, [])
+        for reads in client.reads
+        for read in reads
         if any(begun < read.begun < ended < read.ended for begun, ended in pauses)
     ]
     return {

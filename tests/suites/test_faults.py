@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from faults.check import Known, Violation, compare
-from faults.scenarios import background, cut, kill, lost_agent, order, power
+from faults.scenarios import background, cut, kill, lost_agent, order, power, server_power
 from faults.scenarios.order import Inline, Model, carry_out, draw
 from faults.script import Script
 
@@ -37,6 +37,14 @@ def test_what_was_acknowledged_survives_kill_9_under_load():
 
 def test_what_was_acknowledged_survives_lost_power():
     assert power.run(SEED, images=30)["images"] >= 30
+
+
+@pytest.mark.long
+def test_what_servers_acknowledged_survives_lost_power():
+    figures = server_power.run(SEED, images=20, worlds=1, lives=2)
+    assert figures["images"] == 20
+    assert figures["images opened by servers"] == 1
+    assert figures["rows"] > 0
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Power loss under the real server: every legal crash image opens, and serves what was acknowledged.
+"""Power loss under real servers: every legal crash image opens, and serves what was acknowledged.
 
     python -m faults.scenarios.server_power [--images 1000] [--worlds 10] [--seed N]   (in tests/)
 
@@ -127,7 +127,7 @@ def _epochs(
             seed=rng.randrange(1 << 30),
             die_at=0 if last else rng.choice((rng.randint(1, 30), rng.randint(30, 500))),
             die_at_sync=rng.random() < 0.5,
-            full=0.15,
+            full=rng.choice((0.0, 0.1)),
             no_room=rng.choice((0.0, 0.5)),
         )
         server.program = program(recording)

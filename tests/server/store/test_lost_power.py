@@ -1,4 +1,4 @@
-"""Power that is lost after something else has gone wrong, or in a new directory; see tests/faults."""
+"""Power that is lost after something else went wrong, or in a new directory; see tests/faults."""
 
 from __future__ import annotations
 

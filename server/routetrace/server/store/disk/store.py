@@ -314,7 +314,7 @@ class DiskStore(StoreBase):
 
     def _commit(self, group: list[Append]) -> list[Stored | None]:
         stored: list[Stored | None] = []
-        self._log.mend()  # first: what is left of a commit that failed may name free blocks
+        self._log.mend()  # first: what a failed commit left may name free blocks
         try:
             for record in [item.record for item in group]:
                 size = len(record.payload)
