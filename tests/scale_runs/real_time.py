@@ -3,8 +3,8 @@
 Writers note each acknowledgement; two clients, each of another server, note each answer with its
 times. Meanwhile servers are killed, stopped, and stand still for about as long as a lease lasts, so
 that one may wake as the owner that it was. Writers soon turn to the other server. Readers wait for
-the one that stands still: their answers are those to hunt for. `faults/real_time.py` judges them all
-together.
+the one that stands still: their answers are those to hunt for. `faults/real_time.py` judges them
+all together.
 """
 
 from __future__ import annotations

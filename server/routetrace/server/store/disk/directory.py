@@ -117,10 +117,16 @@ def make_directory(path: Path) -> None:
 
     That of one which is there already, too: who made it may have died before it was.
     """
-    if not path.is_dir():
+    made = not path.is_dir()
+    if made:
         make_directory(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-    sync_directory(path.parent)
+    try:
+        sync_directory(path.parent)
+    except PermissionError:
+        if made:
+            raise
+        # Who may not read the directory above made none in it.
 
 
 def _make_durable(contents: Contents) -> None:
