@@ -95,37 +95,9 @@ MUTATIONS = (
 )  # fmt: skip
 
 
-_PARTITIONS = f"{SERVER}/process/partitions.py"
 _HELD = "                index = {n: where for n, where in self._index.items() if n not in gone_}\n"
-#: Of what the store alone does not show: servers that are killed, workers, holes.
+#: Of what the store alone does not show.
 OF_SERVERS = (
-    Mutation(
-        "what a server left that was killed is not synced",
-        f"{_STORE}/directory.py",
-        "            os.fsync(file)\n",
-        "            pass\n",
-    ),
-    Mutation(
-        "the name of a log that a killed server left is not synced",
-        f"{_STORE}/directory.py",
-        "    sync_directory(contents.path)\n",
-        "",
-    ),
-    Mutation(
-        "the number of partitions is not synced", _PARTITIONS, "os.fsync(file.fileno())", "pass"
-    ),
-    Mutation(
-        "the name of the number of partitions is not synced",
-        _PARTITIONS,
-        "    sync_directory(path.parent)\n",
-        "",
-    ),
-    Mutation(
-        "directories above the partitions are not synced",
-        _PARTITIONS,
-        "            make_directory(partition_dir(data_dir, number))\n",
-        "            partition_dir(data_dir, number).mkdir(parents=True, exist_ok=True)\n",
-    ),
     Mutation(
         "holes are punched before the snapshot is durable",
         f"{_STORE}/store.py",
@@ -135,18 +107,6 @@ OF_SERVERS = (
         "                self._blocks.give_back(1 << 30)\n"
         "                for n in drop:\n"
         "                    self._blocks.claim(self._index[n].table)\n",
-    ),
-    Mutation(
-        "what is left of a commit that failed names blocks that are written",
-        f"{_STORE}/store.py",
-        "        self._log.mend()  # first: what a failed commit left may name free blocks\n",
-        "",
-    ),
-    Mutation(
-        "what is left of a commit that failed names holes",
-        f"{_STORE}/store.py",
-        "            self._log.mend()\n            self._blocks",
-        "            self._blocks",
     ),
     Mutation(
         "a record is applied before its commit",

@@ -785,6 +785,45 @@ FAULTS = (
         "        length = _LONG + 1\n",
         "server/index/test_remembered.py::test_an_engine_that_is_gone_takes_little_memory",
     ),
+    # ------------------------------------------------------------------ lost power
+    fault(
+        "what a server left that was killed is not synced",
+        f"{SERVER}/store/disk/directory.py",
+        "            os.fsync(file)\n",
+        "            pass\n",
+        "server/store/test_lost_power.py"
+        "::test_what_a_killed_process_left_is_durable_before_it_is_served",
+    ),
+    fault(
+        "the number of partitions is not synced",
+        f"{SERVER}/process/partitions.py",
+        "os.fsync(file.fileno())",
+        "pass",
+        "server/store/test_lost_power.py::test_new_directories_are_durable",
+    ),
+    fault(
+        "directories above the partitions are not synced",
+        f"{SERVER}/process/partitions.py",
+        "            make_directory(partition_dir(data_dir, number))\n",
+        "            partition_dir(data_dir, number).mkdir(parents=True, exist_ok=True)\n",
+        "server/store/test_lost_power.py::test_new_directories_are_durable",
+    ),
+    fault(
+        "what is left of a commit that failed names blocks that are written",
+        f"{SERVER}/store/disk/store.py",
+        "        self._log.mend()  # first: what a failed commit left may name free blocks\n",
+        "",
+        "server/store/test_lost_power.py"
+        "::test_what_a_failed_commit_left_names_no_block_that_is_used_again",
+    ),
+    fault(
+        "what is left of a commit that failed names holes",
+        f"{SERVER}/store/disk/store.py",
+        "            self._log.mend()\n            self._blocks",
+        "            self._blocks",
+        "server/store/test_lost_power.py"
+        "::test_what_a_failed_commit_left_names_no_block_that_is_used_again",
+    ),
 )
 
 MUTATIONS = tuple(each.mutation for each in FAULTS)
