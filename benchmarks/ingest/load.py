@@ -189,7 +189,7 @@ class Agent:
         self._room = threading.Semaphore(WINDOW)
         self._messages: Sequence[bytes] = ()
         call: Any = self._channel.stream_stream(_METHOD)
-        self._answers = call(self._requests(greeting), wait_for_ready=True, timeout=300)
+        self._answers = call(self._requests(greeting), wait_for_ready=True, timeout=3600)
         self._stored = pb.IngestResponse.FromString(next(self._answers)).welcome.next_sequence - 1
 
     def _requests(self, greeting: bytes) -> Iterator[bytes]:

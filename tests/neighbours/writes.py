@@ -132,6 +132,29 @@ def fill(attack: Attack, mib: int = 80) -> None:
     stream.channel.close()
 
 
+def fill_index(attack: Attack, stored: int = 80_000, chunks: int = 10) -> None:
+    """Store finished traces until they take half of the memory limit, and some go for others."""
+    attack.store(stored)
+    stream = attack.stream("indexer")
+    headers = [begins(number * 2000, 2000, "x") for number in range(chunks)]
+    attack.prepared()
+    sent = 0
+    while sent < chunks and not attack.over:
+        if attack.ask(stream, sent + 1, headers[sent]) == "OK":
+            sent += 1
+        else:
+            attack.pause(0.05)
+    with attack.access.channel() as channel:
+        info = pb_grpc.TraceServiceStub(channel).GetServerInfo
+        request = pb.GetServerInfoRequest(run=RUN)
+        while not attack.over:
+            found = info(request, timeout=60, metadata=attack.access.metadata)
+            if found.num_traces < stored + 2000 * sent:
+                break
+            attack.pause(0.2)
+    stream.channel.close()
+
+
 def heartbeat(attack: Attack, reasons: int = 200_000, taken: int = 2500) -> None:
     """Report unknown reasons for drops: too many, then as many as are taken."""
     streams = [attack.stream("beating"), attack.stream("beating on")]

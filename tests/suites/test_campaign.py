@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from asyncio.events import Handle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ def test_resets_and_half_calls_without_a_token_leave_a_tenant_whole() -> None:
     assert ran == len(rows) == len(names)
     # 13 kB for each of 40,000 streams, 500 MiB, if they could pile up.
     assert rows[0].peak_mib - rows[0].before_mib < 300
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_traces_that_fill_the_index_evict_those_of_their_owner_alone() -> None:
+    [row], _, broken = run(["full index"], replace(SHARE, attack_s=120.0))
+    assert not broken
+    assert row.evicted > 1000
 
 
 @pytest.mark.timeout(600)
