@@ -132,8 +132,8 @@ def make_directory(path: Path) -> None:
 def _make_durable(contents: Contents) -> None:
     """Sync what was read: a process that was killed in a commit leaves it in memory alone.
 
-    From now on it counts as acknowledged, and space is given back that it does not need. The names of
-    logs were durable before anything was written in them.
+    From now on it counts as acknowledged, and space is given back that it does not need. The names
+    of logs were durable before anything was written in them.
     """
     for segment in contents.log.segments:
         try:
