@@ -64,7 +64,7 @@ def test_a_data_dir_that_is_a_file_or_below_one(
     words = ("--data-dir", str(path), "--workers", str(workers), "--listen", "127.0.0.1:17411")
     assert daemon.main(words) == 1
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "cannot" in one]
-    assert line.startswith(f"routetrace-server: cannot write to '{tmp_path / 'file'}")
+    assert line.startswith(f"routetrace-server: cannot write to '{path}")
     assert line.endswith("; choose a data_dir whose path has directories alone")
 
 

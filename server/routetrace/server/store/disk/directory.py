@@ -119,8 +119,13 @@ def make_directory(path: Path) -> None:
     """
     made = not path.is_dir()
     if made:
-        make_directory(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            if path == path.parent:  # the current directory was deleted
+                raise
+            make_directory(path.parent)
+            path.mkdir(mode=0o700, exist_ok=True)
     try:
         sync_directory(path.parent)
     except PermissionError:
