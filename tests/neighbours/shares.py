@@ -56,7 +56,7 @@ SCENARIOS = {
         "writes.fill", {}, {"store_capacity": 64 << 20, "sweep_interval_seconds": 1}
     ),
     "full index": Scenario(
-        "writes.fill_index", {}, {"memory_limit": 384 << 20, "sweep_interval_seconds": 1}
+        "writes.fill_index", None, {"memory_limit": 384 << 20, "sweep_interval_seconds": 1}
     ),
     "rapid reset, proxied": Scenario(
         "wire.rapid_reset", {"streams": 40_000}, tenant="", source="127.0.0.2", proxied=True
