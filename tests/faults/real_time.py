@@ -1,6 +1,6 @@
 """Real time: a read that begins after an acknowledgement sees what was acknowledged.
 
-Requests of a `Script` only grow: rows, an end, a deletion. So a history of reads is linearizable
+The state of a request of a `Script` only moves forward: more rows, an end, a deletion. So a history of reads is linearizable
 exactly if each read sees at least what was acknowledged, and what any client had read, before it
 began, and at most what was sent before it ended.
 """
@@ -36,9 +36,9 @@ class Read:
     Attributes:
         begun: time before it was asked for; any clock that the whole history shares.
         ended: time behind the answer.
-        by: who asked whom.
+        by: the server that was asked.
         request: of the writer's script.
-        seen: `NOTHING` where there is no such trace, whether not yet or no longer.
+        seen: `NOTHING` where there is no such trace: not yet, or not any more.
     """
 
     begun: float

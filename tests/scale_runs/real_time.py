@@ -1,10 +1,10 @@
 """Real time across take-overs: no read misses what was acknowledged before it began.
 
-Writers note each acknowledgement; two clients, each of another server, note each answer with its
-times. Meanwhile servers are killed, stopped, and stand still for about as long as a lease lasts, so
-that one may wake as the owner that it was. Writers soon turn to the other server. Readers wait for
-the one that stands still: their answers are those to hunt for. `faults/real_time.py` judges them
-all together.
+Writers note each acknowledgement; two clients, one for each server, note each answer with its
+times. Meanwhile servers are killed, stopped, and paused for about as long as a lease lasts, so that
+one may resume and still act as the owner. Writers soon turn to the other server. Readers wait for
+the one that is paused: their answers are the most likely to be stale. `faults/real_time.py` judges
+all of them together.
 """
 
 from __future__ import annotations

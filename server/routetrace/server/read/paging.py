@@ -13,7 +13,7 @@ from routetrace.v1 import routetrace_pb2 as pb
 #: Size of a page after which no further entry is added.
 PAGE_BYTES = 1 << 20
 
-#: Traces that are looked at for one page: a call ends in time, however few of them it asks for.
+#: Maximum traces that are looked at for one page: a call ends in time, even if few of them match.
 MOST_LOOKED_AT = 10_000
 
 _TRACES = bytes((pb.ListTracesResponse.DESCRIPTOR.fields_by_name["traces"].number << 3 | 2,))

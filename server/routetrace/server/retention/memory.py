@@ -1,8 +1,8 @@
 """Memory of the process, and the counted part of it that the index takes.
 
-Traces are evicted for bytes of the index alone. Whatever else makes the process grow, such as
-headers that callers without a token send, evicts nothing: chunks are refused at the limit, until
-the memory is given back.
+Only bytes of the index cause eviction. If the process grows for another reason, such as headers
+that callers without a token send, no trace is evicted: chunks are refused at the limit, until the
+memory is given back.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Memory:
         """Give freed memory back to the system, and count the index where it may be near its limit.
 
         Returns:
-            Bytes of the index by owner; none while the whole process is smaller than its limit.
+            Bytes of the index by owner; none while the whole process is smaller than that limit.
         """
         if not self._limit or self.process_bytes() < self.index_limit:
             return Counter()

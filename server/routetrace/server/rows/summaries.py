@@ -4,9 +4,10 @@ The view of a trace takes about 0.2 ms, and lists of many traces, the metrics an
 for the same few facts of all of them. A summary depends on
 
 * the reports of its own trace, which `Trace.changes` counts;
-* until its requests have ended, which of them may grow, and whether the last change is recent.
+* until its requests have ended: which of them may grow, and whether the last change is recent.
 
-It depends on no other trace, as lists know no rows that stand in, and the lease is no part of it.
+It does not depend on other traces, as lists do not count rows that stand in. It does not contain
+the lease.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Told(NamedTuple):
 
     message: pb.TraceSummary
     final: bool
-    """Whether it stays until the trace changes, but for the lease."""
+    """Whether all of it but the lease stays until the trace changes."""
 
 
 class Summaries:

@@ -115,7 +115,7 @@ def open_directory(data_dir: Path, capacity_bytes: int) -> Contents:
 def make_directory(path: Path) -> None:
     """Create a directory, and those above it; the names of all are durable when this returns.
 
-    That of one which is there already, too: who made it may have died before it was.
+    The name of one that is there is synced, too: the process that made it may have died before.
     """
     made = not path.is_dir()
     if made:
@@ -131,14 +131,14 @@ def make_directory(path: Path) -> None:
     except PermissionError:
         if made:
             raise
-        # Who may not read the directory above made none in it.
+        # The directory above cannot be read by this user, who did not make the one in it.
 
 
 def _make_durable(contents: Contents) -> None:
-    """Sync what was read: a process that was killed in a commit leaves it in memory alone.
+    """Sync what was read: a process that was killed during a commit may not have done so.
 
-    From now on it counts as acknowledged, and space is given back that it does not need. The names
-    of logs were durable before anything was written in them.
+    The records count as acknowledged from now on, and space that they do not need is given back.
+    The names of logs were durable before anything was written in them.
     """
     for segment in contents.log.segments:
         try:
