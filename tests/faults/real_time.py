@@ -1,8 +1,8 @@
 """Real time: a read that begins after an acknowledgement sees what was acknowledged.
 
-The state of a request of a `Script` only moves forward: more rows, an end, a deletion. So a history of reads is linearizable
-exactly if each read sees at least what was acknowledged, and what any client had read, before it
-began, and at most what was sent before it ended.
+The state of a request of a `Script` only moves forward: more rows, an end, a deletion. So a history
+of reads is linearizable exactly if each read sees at least what was acknowledged, and what any
+client had read, before it began, and at most what was sent before it ended.
 """
 
 from __future__ import annotations

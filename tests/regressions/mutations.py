@@ -795,6 +795,14 @@ FAULTS = (
         "::test_what_a_killed_process_left_is_durable_before_it_is_served",
     ),
     fault(
+        "a snapshot that a killed server left is not synced",
+        f"{SERVER}/store/disk/directory.py",
+        "    sync_directory(contents.path)\n",
+        "",
+        "server/store/test_lost_power.py"
+        "::test_blocks_are_used_again_once_the_snapshot_that_frees_them_is_durable",
+    ),
+    fault(
         "the number of partitions is not synced",
         f"{SERVER}/process/partitions.py",
         "os.fsync(file.fileno())",

@@ -212,7 +212,8 @@ class Supervisor:
             return "", ""
         lost = counters.bury(self._words, self._ring.consumed)
         rows = (
-            f"{counted(lost, 'row')} that it held, and the rest of the requests that it had begun, are lost"
+            f"{counted(lost, 'row')} that it held, and the rest of the requests that it had begun, "
+            "are lost"
         )
         return f"{how or 'ended'} ({rows} as agent_lost)", remedy or _OUTPUT
 

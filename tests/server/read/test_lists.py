@@ -18,7 +18,7 @@ from routetrace.server.core import Core
 from routetrace.server.index.apply import apply_record
 from routetrace.server.index.traces.lineage import Incarnation
 from routetrace.server.index.traces.trace import Trace
-from routetrace.server.read import paging
+from routetrace.server.read import paging, parts
 from routetrace.server.rows import served
 from routetrace.server.rows.served import Known
 from routetrace.server.settings.config import ServerConfig
@@ -82,6 +82,7 @@ def test_a_list_says_what_stat_says(kind: str, seed: int, monkeypatch: pytest.Mo
     """Agents are lost and come back, servers start again, traces are deleted, leases change."""
     rng = random.Random(f"lists {seed}")
     monkeypatch.setattr(paging, "MOST_LOOKED_AT", rng.choice((3, 10_000)))
+    monkeypatch.setattr(parts, "LIST_SECONDS", rng.choice((0.0, 2.0)))
     layout = rng.choice(LAYOUTS)
     compared = again = 0
     lost = False

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from routetrace.common.errors import RouteTraceError
 from routetrace.server import daemon
+from routetrace.server.store.disk import directory
 from routetrace.server.store.disk.failures import explain
 from routetrace.server.store.disk.store import DiskStore
 from support.servers.store_records import record
@@ -66,6 +68,26 @@ def test_a_data_dir_that_is_a_file_or_below_one(
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "cannot" in one]
     assert line.startswith(f"routetrace-server: cannot write to '{path}")
     assert line.endswith("; choose a data_dir whose path has directories alone")
+
+
+@pytest.mark.parametrize(("number", "starts"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_directory_above_that_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, starts: bool
+) -> None:
+    """As that of automatic mounts; a data_dir that is made there is refused in any case."""
+    real = directory.sync_directory
+
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(number, os.strerror(number), str(path))
+        real(path)
+
+    monkeypatch.setattr(directory, "sync_directory", sync)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        DiskStore(tmp_path / "data", capacity_bytes=CAPACITY)
+    assert (tmp_path / "data").is_dir()
+    with nullcontext() if starts else pytest.raises(OSError, match=os.strerror(number)):
+        DiskStore(tmp_path / "data", capacity_bytes=CAPACITY).close()
 
 
 def test_a_start_on_a_full_disk(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]):

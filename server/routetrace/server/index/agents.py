@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
-from sys import intern
 
 from routetrace.common.drops import DROP_REASONS, OTHER_REASON
 from routetrace.server.index.journal import Clock
@@ -48,9 +48,9 @@ class Agents:
         writer = self._state.writers.get(key)
         return key in self._sessions and not (writer and writer.closed)
 
-    def reports(self) -> dict[WriterKey, pb.Heartbeat]:
-        """Return the last heartbeat of each agent, disconnected ones included."""
-        return {key: pb.Heartbeat.FromString(data) for key, data in self._reports.items()}
+    def reports(self) -> dict[WriterKey, bytes]:
+        """Return the last heartbeat of each agent, serialized, disconnected ones included."""
+        return self._reports.copy()
 
     def reachable(self) -> None:
         """Count the silence of agents from now on: until now, none could reach this server."""
@@ -76,7 +76,7 @@ class Agents:
         self._sessions[key] = session
         self._opened[key] = self._clock.now()
         self._attributes[key] = {
-            intern(name[:MAX_ATTRIBUTE_LENGTH]): text[:MAX_ATTRIBUTE_LENGTH]
+            _same(name[:MAX_ATTRIBUTE_LENGTH]): text[:MAX_ATTRIBUTE_LENGTH]
             for name, text in islice(sorted((attributes or {}).items()), MAX_ATTRIBUTES)
         }
         session.host = self.host(key)
@@ -181,3 +181,9 @@ class Agents:
             weight_version_lag=lag,
             closed=writer.closed,
         )
+
+
+@lru_cache(maxsize=256)
+def _same(name: str) -> str:
+    """Return one object for the name of an attribute that many agents have."""
+    return name

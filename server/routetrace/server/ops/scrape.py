@@ -59,7 +59,7 @@ class _Counts:
 
     ready: bool
     connected: int
-    reports: Mapping[WriterKey, pb.Heartbeat]
+    reports: Mapping[WriterKey, bytes]
     weight_versions: Mapping[WriterKey, int]
     traces: Mapping[str, int]
     census: Mapping[str, RunCount]
@@ -146,7 +146,7 @@ class Scrape(Collector):
         return _Counts(
             ready=self._lifecycle.ready,
             connected=len(self._agents.connected),
-            reports=dict(self._agents.reports()),
+            reports=self._agents.reports(),
             weight_versions=self._agents.weight_versions() if recovered else {},
             census=self._census.runs,
             traces=self._server_state.traces.counts() if recovered else {},
@@ -269,7 +269,7 @@ def _agents(counts: _Counts) -> Iterator[Metric]:
         _AGENT,
         ((tuple(key), version) for key, version in counts.weight_versions.items()),
     )
-    reports = counts.reports.items()
+    reports = [(key, pb.Heartbeat.FromString(data)) for key, data in counts.reports.items()]
     yield _gauge(
         "agent_rows",
         "Rows of an agent since it started.",

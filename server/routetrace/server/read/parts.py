@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Set
 from contextlib import ExitStack
 from functools import partial
@@ -39,6 +40,9 @@ from routetrace.v1 import routetrace_pb2 as pb
 
 #: Seconds for which the chunks of collected parts are kept: their frames are read meanwhile.
 KEPT_SECONDS = 60.0
+
+#: Seconds after which a list ends, before its caller gives up: the next call goes on behind it.
+LIST_SECONDS = 2.0
 
 
 class PartsServicer:
@@ -199,10 +203,15 @@ class PartsServicer:
             if through is not None:
                 yield from prepare_end(self._reader, trace)
 
+        begun = time.monotonic()
         newest_first = self._journal.state.traces.newest_first(request.run, request.before)
         async for trace in IN_TURNS.over(prepared(newest_first, prepare)):
             if trace and self._finder.exists(trace):
-                if len(response.listed) == request.most or size > PAGE_BYTES:
+                if response.listed and (
+                    len(response.listed) == request.most
+                    or size > PAGE_BYTES
+                    or time.monotonic() - begun > LIST_SECONDS
+                ):
                     break
                 listed = response.listed.add(
                     trace_id=trace.key[1], serial=trace.serial, created=trace.created

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -128,17 +129,17 @@ def make_directory(path: Path) -> None:
             path.mkdir(mode=0o700, exist_ok=True)
     try:
         sync_directory(path.parent)
-    except PermissionError:
-        if made:
+    except OSError as error:
+        # Of a directory that was there: the one above may belong to another user, or be one that
+        # cannot be synced, such as that of automatic mounts.
+        if made or error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS):
             raise
-        # The directory above cannot be read by this user, who did not make the one in it.
 
 
 def _make_durable(contents: Contents) -> None:
     """Sync what was read: a process that was killed during a commit may not have done so.
 
-    The records count as acknowledged from now on, and space that they do not need is given back.
-    The names of logs were durable before anything was written in them.
+    The records count as acknowledged from now on, and space that they do not need is used again.
     """
     for segment in contents.log.segments:
         try:
@@ -149,6 +150,7 @@ def _make_durable(contents: Contents) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+    sync_directory(contents.path)
 
 
 def read_directory(path: Path, capacity_bytes: int) -> Contents:
