@@ -54,7 +54,7 @@ WEIGHTS = {
 REORDER = 64
 
 #: So far back a chunk is known by its checksums.
-WINDOW = 1000
+WINDOW = 100
 
 
 class Wire(Protocol):
