@@ -1,4 +1,4 @@
-"""What memory a server keeps of an engine that has left.
+"""Memory that a server keeps for an engine that has left.
 
     python benchmarks/run.py scale.engines [--engines 2000] [--blocks 1000]
 

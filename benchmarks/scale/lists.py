@@ -1,4 +1,4 @@
-"""What it costs the server to list many traces, and to start with them.
+"""Cost of lists of many traces for the server, and of a start with them.
 
     python benchmarks/run.py scale.lists [--traces 10000] [--dir DIR]
 

@@ -60,7 +60,7 @@ class _Told:
         self.seen.append(max(seen, self.seen[-1] if self.seen else NOTHING))
 
     def until(self, at: float) -> Seen:
-        """Return the last state that was told before a time."""
+        """Return the last state that was reported before a time."""
         number = bisect.bisect_left(self.at, at)
         return self.seen[number - 1] if number else NOTHING
 
@@ -83,7 +83,7 @@ def check_history(script: Script, steps: Iterable[Step], reads: Iterable[Read]) 
     for request, some in by_request.items():
         name, acked, sent = script.trace_id(request), least[request], most[request]
         ends = sorted(some, key=lambda read: read.ended)
-        before, at = Read(0, 0, "nobody", request, NOTHING), 0
+        before, at = Read(0, 0, "no server", request, NOTHING), 0
         for read in sorted(some, key=lambda read: read.begun):
             while ends[at].ended < read.begun:
                 if ends[at].seen == NOTHING < acked.until(ends[at].begun):

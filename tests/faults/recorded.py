@@ -27,7 +27,7 @@ _SYNCS = ("fsync", "fdatasync")
 
 @dataclass(frozen=True)
 class Recording:
-    """What is noted, and what goes wrong meanwhile.
+    """Settings of the record, and faults that are injected.
 
     Attributes:
         root: directory whose changes are noted.

@@ -28,8 +28,8 @@ class Summary(NamedTuple):
     changes: int
     """`Trace.changes` at that time."""
     growing: int
-    """What it depends on beside: bit 0, whether the trace was recent; bit i + 1, whether source i
-    could grow; `FINAL`: nothing."""
+    """Further state that it depends on: bit 0, whether the trace was recent; bit i + 1, whether
+    source i could grow; `FINAL`: nothing."""
     state: int
     """TraceState."""
     cells: int = 0
@@ -42,7 +42,7 @@ class Summary(NamedTuple):
     shared: bytes = b""
     """Fields of the entry that many traces share, serialized."""
     told: bytes = b""
-    """What watchers get, a serialized pb.TraceSummary without name and lease; b"": none did."""
+    """Message for watchers, a serialized pb.TraceSummary without name and lease; b"": none yet."""
 
 
 @dataclass(slots=True, eq=False)
