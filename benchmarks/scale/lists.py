@@ -6,7 +6,8 @@ A run of finished traces of 48 layers: most of one request; some chats of three 
 takes the KV of the one before from its slots; some requests that were preempted, aborted, or given
 KV from elsewhere; a few that still run. The server's CPU time for a trace is printed for two looks
 at all of them by pages, for filters and for a watch; the longest callback of the event loop
-meanwhile; then CPU time, clock and memory of a restart.
+meanwhile; then CPU time, clock and memory of a restart, and the same looks after it. Before the
+restart the server writes a snapshot, which has the entries of the traces in lists.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _KINDS = {"plain": 30, "chat": 7, "preempted": 1, "aborted": 1, "loaded": 1}
 _EACH = sum(_KINDS.values())
 _BLOCK, _BLOCKS = 16, 1 << 12
 _PROMPT, _TOKENS = 16, 33
+
+#: Records after which a server writes a new snapshot.
+_SNAPSHOT_RECORDS = 20_000
 
 
 class _Chunks:
@@ -197,6 +201,23 @@ def fill(target: str, run: str, count: int) -> Agent:
     return running
 
 
+def _store_snapshot(agent: Agent, directory: Path) -> None:
+    """Send chunks without content, which follow one chunk, until there is a new snapshot."""
+    header = pb.ChunkHeader(layout=LAYERS.layout.to_proto()).SerializeToString()
+    chunk = pb.Chunk(header_crc32=zlib.crc32(header), payload_crc32=zlib.crc32(b""), header=header)
+    messages = []
+    for number in range(_SNAPSHOT_RECORDS):
+        chunk.sequence = number + 2
+        messages.append(pb.IngestRequest(chunk=chunk).SerializeToString())
+    before = {path.name for path in directory.rglob("snapshot*")}
+    agent.send(messages)
+    stop = time.monotonic() + 600
+    while {path.name for path in directory.rglob("snapshot*")} <= before:
+        if time.monotonic() > stop:
+            raise SystemExit("no new snapshot within 600 s")
+        time.sleep(1)
+
+
 class Server:
     """A server on a directory, every callback of which is timed."""
 
@@ -241,26 +262,34 @@ def main() -> None:
 
 def _measure(directory: Path, traces: int, *, restart: bool) -> None:
     server = Server(directory)
-    pid = server.process.pid
-    begin, empty = cpu_seconds(pid), rss(pid)
-    running = fill(server.process.target, "run", traces)
-    took = cpu_seconds(pid) - begin
-    print(f"stored: {1e6 * took / traces:.1f} us a trace", flush=True)
-    spans = _looks(server, rss(pid) - empty)
-    for name, (cpu, where) in server.stop(spans).items():
-        print(f"{name}: longest callback {1e3 * cpu:.1f} ms of CPU: {where}", flush=True)
-    running.close()
-    if restart:
-        server = Server(directory)
+    with server.process:
+        pid = server.process.pid
+        begin, empty = cpu_seconds(pid), rss(pid)
+        running = fill(server.process.target, "run", traces)
+        took = cpu_seconds(pid) - begin
+        print(f"stored: {1e6 * took / traces:.1f} us a trace", flush=True)
+        spans = _looks(server, rss(pid) - empty)
+        if restart:
+            _store_snapshot(running, directory / "data")
+        _report(server, spans)
+        running.close()
+    if not restart:
+        return
+    server = Server(directory)
+    with server.process:
         pid = server.process.pid
         print(
             f"restart: ready after {server.ready_seconds:.1f} s, {server.ready_cpu:.1f} s of CPU, "
             f"{rss(pid) / 2**20:.0f} MiB",
             flush=True,
         )
-        spans = _looks(server, rss(pid))
-        for name, (cpu, where) in server.stop(spans).items():
-            print(f"{name}: longest callback {1e3 * cpu:.1f} ms of CPU: {where}", flush=True)
+        _report(server, _looks(server, rss(pid)))
+
+
+def _report(server: Server, spans: dict[str, tuple[float, float]]) -> None:
+    """Stop a server, and print the longest callback of each span."""
+    for name, (cpu, where) in server.stop(spans).items():
+        print(f"{name}: longest callback {1e3 * cpu:.1f} ms of CPU: {where}", flush=True)
 
 
 def _looks(server: Server, grown: int) -> dict[str, tuple[float, float]]:

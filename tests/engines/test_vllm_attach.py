@@ -374,6 +374,7 @@ def test_a_connector_among_others_names_their_hand_overs(vllm):
             own = copy.copy(vllm_config)
             own.kv_transfer_config = transfer("RouteTraceConnector")
             self.ours = attach.make_schedule(own, settings_of(own), kv_cache_config)
+            self.requests = {}
 
         def schedule(self): ...
 
@@ -695,6 +696,16 @@ def test_the_proof_is_a_pass_over_a_dummy_batch(worker):
     one.initialize_from_config(cache())
     assert one.compile_or_warm_up_model() == "times"
     assert one.calls == ["initialize_from_config", "compile_or_warm_up_model"]
+
+
+def test_a_worker_shuts_the_schedule_of_its_process_down_first(worker, monkeypatch):
+    one = worker()
+    one.initialize_from_config(cache())
+    config = one.vllm_config
+    schedule = attach.make_schedule(config, settings_of(config), cache())
+    monkeypatch.setattr(schedule, "shut_down", lambda: one.calls.append("schedule"))
+    one.shutdown()
+    assert one.calls[-2:] == ["schedule", "shutdown"]
 
 
 ONE, LATE = torch.tensor([[0, 1]]), torch.tensor([[NUM_EXPERTS, 0]])

@@ -118,6 +118,9 @@ class Request:
         self.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
         self.num_stale_output_tokens, self.drop_stale_output = 0, False
 
+    def is_finished(self):
+        return self.status.name.startswith("FINISHED")
+
     @property
     def num_tokens(self):
         return len(self.all_token_ids)
@@ -854,6 +857,37 @@ def test_an_end_that_no_step_tells_is_told_when_the_engine_rests(engine, client)
     assert client.stat(b.trace_id).state is TraceState.RUNNING
     unlinked.step()
     assert client.get(b.trace_id, wait_for="end", timeout=60).state is TraceState.COMPLETE
+
+
+def test_requests_that_wait_when_the_engine_shuts_down_end(engine, client):
+    e, runs, waits, ended = engine(), fresh("runs", 5), fresh("waits", 5), fresh("ended", 5)
+    e.schedule.follow({r.request_id: r for r in (runs, waits, ended)})
+    runs.status = waits.status = SimpleNamespace(name="WAITING")
+    e.step((runs, 0, 5), (ended, 0, 5), new=[runs, ended],
+           blocks={runs.request_id: [1, 2], ended.request_id: [3, 4]})  # fmt: skip
+    ended.all_token_ids.append(1)
+    e.finish(ended)  # vLLM keeps it while its blocks are sent
+    e.schedule.shut_down()
+    e.side.close()
+    trace = client.get(waits.trace_id, wait_for="end", timeout=60, missing="mask")
+    assert not trace.valid.any()
+    assert {m.reason for m in trace.missing} == {"aborted"}
+    assert client.stat(waits.trace_id).finish_reason == "abort"
+    assert client.stat(ended.trace_id).num_incarnations == 1
+    assert client.stat(runs.trace_id).finish_reason == "closed"
+
+
+def test_an_agent_that_the_interpreter_closed_before_the_engine_is_no_fault(engine, caplog):
+    e, waits = engine(), fresh("waits", 5)
+    waits.status = SimpleNamespace(name="WAITING")
+    e.side._agent.close()
+    e.schedule.follow({waits.request_id: waits})
+    e.schedule.shut_down()
+    e.side.close()
+    assert e.side.faults == 0
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("routetrace")] == [
+        "routetrace: rows and ends after the close of the agent are not sent"
+    ]
 
 
 @pytest.mark.parametrize("where", ["worker", "before the pass", "scheduler"])

@@ -733,6 +733,27 @@ FAULTS = (
         "            if False:\n",
         "engines/test_transformers_batching.py::test_a_pass_that_raises_ends_continuous_batching",
     ),
+    fault(
+        "vLLM: requests that wait when the engine shuts down have no end",
+        f"{AGENT}/engines/vllm/schedule.py",
+        "            for request in [*self._live.values()]:\n",
+        "            for request in []:\n",
+        "engines/test_vllm_halves.py::test_requests_that_wait_when_the_engine_shuts_down_end",
+    ),
+    fault(
+        "vLLM: a request that has ended ends again when the engine shuts down",
+        f"{AGENT}/engines/vllm/schedule.py",
+        "request.request_id not in self._requests and not request.is_finished():",
+        "request.request_id not in self._requests:",
+        "engines/test_vllm_halves.py::test_requests_that_wait_when_the_engine_shuts_down_end",
+    ),
+    fault(
+        "vLLM: a worker that shuts down does not shut the schedule down",
+        f"{AGENT}/engines/vllm/attach.py",
+        "                schedule.shut_down()\n",
+        "                pass\n",
+        "engines/test_vllm_attach.py::test_a_worker_shuts_the_schedule_of_its_process_down_first",
+    ),
     # ------------------------------------------------------------------ summaries that are kept
     fault(
         "a summary outlives a change of its trace",
@@ -769,6 +790,41 @@ FAULTS = (
         "        if self._is_asked_for(trace):\n",
         "        if self._is_asked_for(trace):\n",
         "server/read/test_lists.py::test_a_page_ends_where_few_traces_are_asked_for",
+    ),
+    fault(
+        "an entry that another release worked out is taken from a snapshot",
+        f"{SERVER}/index/records/snapshot.py",
+        "        if not has_entries:\n",
+        "        if False:\n",
+        "server/read/test_summaries.py::test_entries_of_another_release_are_worked_out_again",
+    ),
+    fault(
+        "an entry of two releases that are not known is taken",
+        f"{SERVER}/index/records/snapshot.py",
+        ' == RELEASE != "unknown"',
+        " == RELEASE",
+        "server/read/test_summaries.py::test_entries_of_releases_that_are_not_known_are_not_taken",
+    ),
+    fault(
+        "an entry that was worked out after a snapshot was prepared is not in it",
+        f"{SERVER}/rows/summaries.py",
+        "            growing, trace.packed = FINAL, None  #",
+        "            growing = FINAL  #",
+        "server/read/test_summaries.py::test_entries_of_another_release_are_worked_out_again",
+    ),
+    fault(
+        "the entry of before a change is in a snapshot",
+        f"{SERVER}/index/traces/trace.py",
+        " and kept.growing == FINAL and kept.changes == trace.changes:\n",
+        " and kept.growing == FINAL:\n",
+        "server/read/test_summaries.py::test_an_entry_that_may_change_is_in_no_snapshot",
+    ),
+    fault(
+        "the entry of a trace that runs is in a snapshot",
+        f"{SERVER}/index/traces/trace.py",
+        " and kept.growing == FINAL and kept.changes == trace.changes:\n",
+        " and kept.changes == trace.changes:\n",
+        "server/read/test_summaries.py::test_an_entry_that_may_change_is_in_no_snapshot",
     ),
     # ------------------------------------------------------------------ slots of few blocks
     fault(

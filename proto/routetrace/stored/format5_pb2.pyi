@@ -546,6 +546,7 @@ class Head(google.protobuf.message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     SERIAL_FIELD_NUMBER: builtins.int
     SAYS_UNKNOWN_VERSIONS_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Last record that the snapshot covers."""
     serial: builtins.int
@@ -554,14 +555,19 @@ class Head(google.protobuf.message.Message):
     """Whether rows of an unknown weight version have records.UNKNOWN_VERSION. Else, as in snapshots of
     0.8, version 0 is unknown.
     """
+    release: builtins.str
+    """Release of the server that worked out the entries of traces, as another one may find other
+    ones. "" or "unknown": not known.
+    """
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         serial: builtins.int = ...,
         says_unknown_versions: builtins.bool = ...,
+        release: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["number", b"number", "says_unknown_versions", b"says_unknown_versions", "serial", b"serial"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "release", b"release", "says_unknown_versions", b"says_unknown_versions", "serial", b"serial"]) -> None: ...
 
 global___Head = Head
 
@@ -599,6 +605,8 @@ class Trace(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     LAST_RECORD_FIELD_NUMBER: builtins.int
     NUM_DROPPED_FIELD_NUMBER: builtins.int
+    ENTRY_FIELD_NUMBER: builtins.int
+    ENTRY_LAYOUT_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     trace_id: builtins.str
@@ -619,6 +627,12 @@ class Trace(google.protobuf.message.Message):
     """Record of the last change, apart from leases; 0: from servers that wrote no `judged`."""
     num_dropped: builtins.int
     """Requests that it has dropped, the oldest ones."""
+    entry: builtins.bytes
+    """Entry in lists, a routetrace.v1.TraceInfo without run, id, layout and lease, if all of it stays
+    until the trace changes; else empty.
+    """
+    entry_layout: builtins.int
+    """Number of the layout of its rows."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of all its requests, from servers that did not keep those of each."""
@@ -642,8 +656,10 @@ class Trace(google.protobuf.message.Message):
         token: builtins.str = ...,
         last_record: builtins.int = ...,
         num_dropped: builtins.int = ...,
+        entry: builtins.bytes = ...,
+        entry_layout: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "expires", b"expires", "labels", b"labels", "last_record", b"last_record", "num_dropped", b"num_dropped", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "entry", b"entry", "entry_layout", b"entry_layout", "expires", b"expires", "labels", b"labels", "last_record", b"last_record", "num_dropped", b"num_dropped", "run", b"run", "serial", b"serial", "sources", b"sources", "token", b"token", "trace_id", b"trace_id", "ttl", b"ttl", "updated", b"updated"]) -> None: ...
 
 global___Trace = Trace
 

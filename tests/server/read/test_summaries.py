@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from unittest.mock import patch
 
 import numpy as np
@@ -15,11 +15,15 @@ from routetrace.client import RouteClient, TraceSummary
 from routetrace.codec.records import OpKind
 from routetrace.common.layout import ModelLayout
 from routetrace.server.core import Core
+from routetrace.server.index import state
 from routetrace.server.index.apply import apply_record
+from routetrace.server.index.records import snapshot
+from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes
 from routetrace.server.rows.summaries import Summaries
 from routetrace.server.settings.config import ServerConfig
 from routetrace.server.store.memory import MemoryStore
 from routetrace.server.testing import run_server
+from routetrace.stored import format5_pb2 as stored
 from routetrace.v1 import routetrace_pb2 as pb
 from support.agents.recorder import Recorder, records
 from support.servers.client_server import rows_of
@@ -185,4 +189,100 @@ async def test_an_agent_that_is_lost_and_comes_back(ends: bool):
     assert state() == incomplete
     core.agents.reachable()
     assert state() == (incomplete if ends else running)
+    await core.stop()
+
+
+# ---------------------------------------------------------------------------- over a restart
+
+
+async def started() -> Core:
+    core = Core(MemoryStore(), ServerConfig())
+    await core.start()
+    return core
+
+
+async def restarted(core: Core, edit: Callable[[stored.Piece], object] = id) -> Core:
+    """Return a server with the snapshot of another one, whose pieces may be edited before."""
+    parts = []
+    for piece in read_pieces(core.state.dump()):
+        edit(piece)
+        parts.append(to_bytes(piece))
+    other = await started()
+    other.state.load(pieces(parts))
+    return other
+
+
+def stored_entries(core: Core) -> list[bytes]:
+    """Return the entries that a restart takes from a snapshot."""
+    return [trace.entry for p in read_pieces(core.state.dump()) for trace in p.traces]
+
+
+def look(core: Core) -> None:
+    """Work out the entries of all traces."""
+    summaries = Summaries(core.reader, core.agents)
+    for trace in core.state.traces.traces.values():
+        if trace.sources:
+            summaries.entry(trace)
+
+
+async def test_entries_are_those_of_the_views_after_a_restart_and_after_what_comes_then():
+    for seed in range(12):
+        made = records(seed)
+        half = len(made) // 2
+        core = await started()
+        for record in made[:half]:
+            apply_record(core.state, core.state.number + 1, record)
+        look(core)
+        other = await restarted(core)
+        assert await compared(other, [])
+        assert await compared(other, made[half:])
+        await core.stop()
+        await other.stop()
+
+
+@pytest.mark.parametrize(("release", "taken"), [("this", True), ("0.1.0", False), ("", False)])
+async def test_entries_of_another_release_are_worked_out_again(release, taken):
+    core = await started()
+    recorded(core, ends=True)
+    for _ in core.state.pack():  # before the first look
+        pass
+    look(core)
+
+    def edit(piece: stored.Piece) -> None:
+        for trace in piece.traces:
+            assert trace.entry
+            info = pb.TraceInfo.FromString(trace.entry)
+            info.labels["taken"] = "yes"
+            trace.entry = info.SerializeToString()
+        if piece.HasField("head") and release != "this":
+            piece.head.release = release
+
+    other = await restarted(core, edit)
+    summaries = Summaries(other.reader, other.agents)
+    (trace,) = other.state.traces.traces.values()
+    assert ("taken" in pb.TraceInfo.FromString(summaries.entry(trace)).labels) is taken
+    await core.stop()
+    await other.stop()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+async def test_an_entry_that_may_change_is_in_no_snapshot(changed):
+    core = await started()
+    recorded(core, ends=changed)
+    look(core)
+    if changed:
+        for trace in core.state.traces.traces.values():
+            core.state.touch(trace, trace.updated + 1)
+    assert stored_entries(core) == [b""]
+    await core.stop()
+
+
+async def test_entries_of_releases_that_are_not_known_are_not_taken(monkeypatch):
+    core = await started()
+    recorded(core, ends=True)
+    look(core)
+    assert b"" not in stored_entries(core)
+    for module in (snapshot, state):  # the one that reads, and the one that writes
+        monkeypatch.setattr(module, "RELEASE", "unknown")
+    assert stored_entries(core) == [b""]
     await core.stop()

@@ -26,12 +26,12 @@ from routetrace.server.index.records.record import (
     layout_from_stored,
     layout_to_stored,
 )
-from routetrace.server.index.records.snapshot import pieces, read_pieces, to_bytes, upgrade
+from routetrace.server.index.records.snapshot import RELEASE, pieces, read_pieces, to_bytes, upgrade
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, WriterKey
 from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.tombstones import Boot, Fate, Tombstones
-from routetrace.server.index.traces.trace import Trace, dump_trace, load_trace
+from routetrace.server.index.traces.trace import Trace, dump_entry, dump_trace, load_trace
 from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.index.writer import Writer, dump_writer, load_writer
 from routetrace.stored import format5_pb2 as stored
@@ -247,7 +247,7 @@ class State:
             yield trace.chunks()
 
     def pack(self) -> Iterator[None]:
-        """Prepare the snapshot of traces that changed, step by step."""
+        """Prepare the snapshot of traces that changed, or got an entry in lists, step by step."""
         for index, trace in enumerate(self.traces.oldest_first(), 1):
             if trace.packed is None:
                 self._pack(trace)
@@ -258,7 +258,9 @@ class State:
         for source in trace.sources:
             self._layout_number(source.layout)
         piece = stored.Piece()
-        dump_trace(piece.traces.add(), trace, self._layouts)
+        message = piece.traces.add()
+        dump_trace(message, trace, self._layouts)
+        dump_entry(message, trace, self._layout_number)
         trace.packed = to_bytes(piece)
         return trace.packed
 
@@ -291,7 +293,10 @@ class State:
         layouts = dict(self._layouts)
         head = stored.Piece(
             head=stored.Head(
-                number=self.number, serial=self.traces.serial, says_unknown_versions=True
+                number=self.number,
+                serial=self.traces.serial,
+                says_unknown_versions=True,
+                release=RELEASE,
             )
         )
         head.layouts.extend(map(layout_to_stored, layouts))

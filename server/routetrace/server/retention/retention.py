@@ -209,8 +209,9 @@ class Retention:
         if few and behind < _SNAPSHOT_RECORDS:
             self._useless = *seen, pinned
             return
-        async for _ in in_slices(self._state.pack()):
-            pass
+        for _ in range(2):  # again: those that changed meanwhile, so that no record waits for them
+            async for _ in in_slices(self._state.pack()):
+                pass
         dropped: dict[int, Frames] = {}
         try:
             async with self._journal.still():

@@ -12,7 +12,6 @@ the lease.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -28,9 +27,6 @@ from routetrace.server.index.traces.trace import FINAL, Summary, Trace
 from routetrace.server.rows.preparing import Steps, prepare
 from routetrace.server.rows.reader import Reader, finish_reason_of, range_of
 from routetrace.v1 import routetrace_pb2 as pb
-
-#: Maximum runs and layouts whose fields are kept serialized.
-_MAX_SHARED = 1024
 
 
 class Told(NamedTuple):
@@ -131,16 +127,9 @@ class Summaries:
         info, layout = self._plain(trace, rows, growing) if rows else self._viewed(trace)
         runs = info.state == pb.TRACE_STATE_RUNNING
         ended = info.state == pb.TRACE_STATE_COMPLETE or all(s.ended for s in trace.sources)
-        return Summary(
-            trace.changes,
-            # What is complete stays so, and what has ended does not run again.
-            FINAL if ended and not runs else growing,
-            info.state,
-            0 if runs else info.num_rows * len(layout.layer_ids),
-            () if runs else tuple([(m.reason, m.cells) for m in info.missing_cells]),
-            info.SerializeToString(),
-            _shared(trace.key[0], layout),
-        )
+        if ended and not runs:  # what is complete stays so, and what has ended does not run again
+            growing, trace.packed = FINAL, None  # so that the next snapshot has the entry
+        return Summary.of(trace.changes, growing, trace.key[0], info, layout)
 
     def _viewed(self, trace: Trace) -> tuple[pb.TraceInfo, ModelLayout]:
         """Return the entry of a trace from its view, and its layout."""
@@ -221,12 +210,6 @@ def _all_rows(trace: Trace) -> list[SpanList] | None:
         ):
             return None
     return rows
-
-
-@lru_cache(maxsize=_MAX_SHARED)
-def _shared(run: str, layout: ModelLayout) -> bytes:
-    """Return what the entries of a run's traces of one model share."""
-    return pb.TraceInfo(run=run, layout=layout.to_proto()).SerializeToString()
 
 
 def _told(kept: Summary) -> pb.TraceSummary:

@@ -268,6 +268,9 @@ class Attachment:
 
     def _close(self) -> None:
         if self.side is not None:
+            schedule = schedule_of(self._settings)
+            if schedule is not None:  # one in another process cannot tell anything any more
+                schedule.shut_down()
             self.side.close()
 
 

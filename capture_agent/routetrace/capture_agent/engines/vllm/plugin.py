@@ -137,6 +137,8 @@ def _follow_schedulers(scheduler_class: Any) -> None:
             _watch_lookups(self)
         name_hand_overs(vllm_config, settings)
         self.routetrace_resets = schedule_of(settings)
+        if self.routetrace_resets is not None:
+            self.routetrace_resets.follow(self.requests)
 
     @functools.wraps(schedule)
     def schedule_and_plan(self: Any, *args: Any, **kwargs: Any) -> Any:

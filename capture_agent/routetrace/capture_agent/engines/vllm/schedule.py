@@ -96,6 +96,7 @@ class Schedule:
         self._drafts = drafts
         self._inputs = inputs
         self.transfers = transfers
+        self._live: Mapping[str, Any] = {}
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
         self._requests: dict[str, _Request] = {}
@@ -111,6 +112,14 @@ class Schedule:
         self._columns = Columns([], [])
         # First positions of the last step, if `_ends` does not know of it yet.
         self._latest = b""
+
+    def follow(self, requests: Mapping[str, Any]) -> None:
+        """Follow the requests of the scheduler, for `shut_down`.
+
+        Args:
+            requests: vLLM's `Request`s by id, those that wait included. The scheduler changes it.
+        """
+        self._live = requests
 
     def lookup(self, request: Any, num_local_tokens: int) -> None:
         """Note that the scheduler looks a waiting request up in its prefix cache.
@@ -309,6 +318,15 @@ class Schedule:
                 self._order = []
                 self._finished.append(Finish(known.lane, 0, "abort", None))
                 self._free.append(known.lane)
+
+    def shut_down(self) -> None:
+        """Note the ends of requests that wait for their first step: the engine shuts down."""
+        try:
+            for request in [*self._live.values()]:
+                if request.request_id not in self._requests and not request.is_finished():
+                    self.finish(request)
+        except Exception:  # their traces stay unknown
+            _log.exception("routetrace: the ends of requests that wait are lost")
 
     def reset(self, *, external: bool) -> None:
         """Note that the prefix cache is empty; `external`: every store outside of it, too."""

@@ -29,6 +29,7 @@ from routetrace.capture_agent.engines.vllm.positions import first_positions, to_
 from routetrace.capture_agent.engines.vllm.requests import NO_HANDLE, Ints, Requests
 from routetrace.capture_agent.engines.vllm.weights import Weights
 from routetrace.capture_agent.step_path.checks import version_of
+from routetrace.common.errors import Closed
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class WorkerSide:
             self._pending = _Pass(step.rows, spans, step.positions, step.paused)
             if self._capturer.device.type == "cpu":
                 self._deliver()
+        except Closed:
+            self._end()
         except Exception:
             self._fault(step.plan.events)
 
@@ -230,6 +233,8 @@ class WorkerSide:
             self._deliver()
             events = self._late_events() if self._late_events else []
             self._apply(events)
+        except Closed:
+            self._end()
         except Exception:
             self._fault(events)
 
@@ -309,6 +314,11 @@ class WorkerSide:
             agent, self._agent = self._agent, None
         if agent is not None:
             agent.close()
+
+    def _end(self) -> None:
+        """End capture: the interpreter exits, and has closed the agent before the engine."""
+        self._ended = True
+        _log.warning("routetrace: rows and ends after the close of the agent are not sent")
 
     def _fault(self, events: list[Event]) -> None:
         """Handle an exception: start over with an agent that knows no request and no slot.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from routetrace.codec.records import UNKNOWN_VERSION
+from routetrace.common.version import installed_version
 from routetrace.server.index.records.format import HEAD, check_format
 from routetrace.server.index.traces.spans import FOREVER
 from routetrace.stored import format5_pb2 as stored
@@ -14,6 +15,9 @@ from routetrace.v1 import routetrace_pb2 as pb
 
 #: Bytes of a piece, about.
 _PIECE_BYTES = 1 << 20
+
+#: Version of this server, as it was at the start: another one may be installed meanwhile.
+RELEASE = installed_version()
 
 
 def to_bytes(piece: stored.Piece) -> bytes:
@@ -102,12 +106,19 @@ def _marked(numbers: bytes, fields: int, version: int) -> bytes:
 
 
 def read_pieces(data: Iterable[bytes]) -> Iterator[stored.Piece]:
-    """Yield the pieces of a snapshot.
+    """Yield the pieces of a snapshot, with the entries of traces that this release worked out.
 
     Raises:
         UnsupportedFormat: if it has another format.
         DecodeError: if it is damaged.
     """
-    for piece in data:
-        check_format(piece, "the snapshot")
-        yield stored.Piece.FromString(piece[len(HEAD) :])
+    has_entries = False
+    for part in data:
+        check_format(part, "the snapshot")
+        piece = stored.Piece.FromString(part[len(HEAD) :])
+        if piece.HasField("head"):
+            has_entries = piece.head.release == RELEASE != "unknown"
+        if not has_entries:
+            for trace in piece.traces:
+                trace.ClearField("entry")
+        yield piece

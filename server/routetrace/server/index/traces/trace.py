@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from routetrace.common.layout import ModelLayout
@@ -13,10 +14,13 @@ from routetrace.server.index.traces.lineage import Request
 from routetrace.server.index.traces.refs import chunk_of
 from routetrace.server.index.traces.sources import Source, TraceKey, dump_source, load_source
 from routetrace.stored import format5_pb2 as stored
+from routetrace.v1 import routetrace_pb2 as pb
 
 #: Number of sources from which on a join takes so long that other tasks go on meanwhile.
 _MANY_SOURCES = 64
 
+#: Maximum runs and layouts whose fields are kept serialized.
+_MAX_SHARED = 1024
 
 #: `Summary.growing` of one that stays until the trace changes.
 FINAL = -1
@@ -39,10 +43,30 @@ class Summary(NamedTuple):
     entry: bytes = b""
     """Its entry in lists, a serialized pb.TraceInfo without name, lease and `shared`; b"" if it
     runs and was not listed."""
+    layout: ModelLayout | None = None
+    """Layout of its rows; None without an entry."""
     shared: bytes = b""
     """Fields of the entry that many traces share, serialized."""
     told: bytes = b""
     """Message for watchers, a serialized pb.TraceSummary without name and lease; b"": none yet."""
+
+    @classmethod
+    def of(
+        cls, changes: int, growing: int, run: str, info: pb.TraceInfo, layout: ModelLayout
+    ) -> Summary:
+        """Return that of a trace with this entry."""
+        runs = info.state == pb.TRACE_STATE_RUNNING
+        layout, shared = _shared(run, layout)
+        return cls(
+            changes,
+            growing,
+            info.state,
+            0 if runs else info.num_rows * len(layout.layer_ids),
+            () if runs else tuple([(m.reason, m.cells) for m in info.missing_cells]),
+            info.SerializeToString(),
+            layout,
+            shared,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +94,7 @@ class Trace:
     computed: dict[int, int] = field(default_factory=dict)
     """First position with a computed row, by weight version."""
     packed: bytes | None = None
-    """Cached piece of a snapshot; None after a change."""
+    """Cached piece of a snapshot; None after a change, or a new entry in lists."""
     summary: Summary | None = None
     """Summary when it was last worked out."""
     held: tuple[object, ...] = ()
@@ -160,6 +184,12 @@ class Trace:
                 yield from map(chunk_of, attempt.refs)
 
 
+@lru_cache(maxsize=_MAX_SHARED)
+def _shared(run: str, layout: ModelLayout) -> tuple[ModelLayout, bytes]:
+    """Return what the summaries of a run's traces of one model share: layout, and fields."""
+    return layout, pb.TraceInfo(run=run, layout=layout.to_proto()).SerializeToString()
+
+
 def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[ModelLayout, int]) -> None:
     """Set the stored form of a trace; layouts go by number."""
     message.run, message.trace_id = trace.key
@@ -172,6 +202,19 @@ def dump_trace(message: stored.Trace, trace: Trace, layouts: dict[ModelLayout, i
         dump_source(message.sources.add(), source, layouts)
 
 
+def dump_entry(message: stored.Trace, trace: Trace, number: Callable[[ModelLayout], int]) -> None:
+    """Set the entry in lists in the stored form of a trace, if it stays until the trace changes.
+
+    Args:
+        message: the stored form.
+        trace: the trace.
+        number: returns the number of a layout.
+    """
+    kept = trace.summary
+    if kept and kept.layout and kept.growing == FINAL and kept.changes == trace.changes:
+        message.entry, message.entry_layout = kept.entry, number(kept.layout)
+
+
 def load_trace(message: stored.Trace, layouts: Sequence[ModelLayout]) -> Trace:
     """Return the trace of a stored form."""
     run = message.run
@@ -180,7 +223,7 @@ def load_trace(message: stored.Trace, layouts: Sequence[ModelLayout]) -> Trace:
         labels = dict(message.labels)
         for source in sources:
             source.labels = labels
-    return Trace(
+    trace = Trace(
         (run, message.trace_id),
         message.serial,
         message.ttl,
@@ -192,3 +235,7 @@ def load_trace(message: stored.Trace, layouts: Sequence[ModelLayout]) -> Trace:
         message.last_record,
         num_dropped=message.num_dropped,
     )
+    if message.entry:
+        info, layout = pb.TraceInfo.FromString(message.entry), layouts[message.entry_layout]
+        trace.summary = Summary.of(trace.changes, FINAL, run, info, layout)
+    return trace
