@@ -20,9 +20,10 @@ BLOCK = 4
 
 
 def config_of(target: str) -> AgentConfig:
+    """What is called between two flushes is in one chunk, however long it takes."""
     return AgentConfig(
         target, "e", LAYOUT, background="thread", block_size=BLOCK, num_blocks=32,
-        flush_interval_seconds=0.01, linger_seconds=0.01,
+        flush_interval_seconds=60, linger_seconds=60,
     )  # fmt: skip
 
 
