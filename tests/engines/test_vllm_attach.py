@@ -7,6 +7,7 @@ in vllm_runs.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -50,18 +51,24 @@ class BaseRouter:
 
 
 class MoERunner(torch.nn.Module):
-    def __init__(self, layer_id, router=None, kernel=None):
+    """One of vLLM 0.23, which has a name alone; later ones have a `layer_id`, too."""
+
+    def __init__(self, layer, router=None, kernel=None):
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_name = f"model.layers.{layer}.mlp.experts"
         self.router = router or BaseRouter()
-        self.is_monolithic = kernel is not None
         self._quant_method = SimpleNamespace(
-            moe_kernel=SimpleNamespace(impl=SimpleNamespace(fused_experts=kernel))
+            is_monolithic=kernel is not None,
+            moe_kernel=SimpleNamespace(impl=SimpleNamespace(fused_experts=kernel)),
         )
         self.routed_experts = SimpleNamespace(routing_sink=None)
 
+    @property
+    def layer(self):
+        return int(self.layer_name.split(".")[2])
+
     def forward(self):
-        if self.is_monolithic:
+        if self._quant_method.is_monolithic:
             self._quant_method.moe_kernel.impl.fused_experts.run(self)
         else:
             self.router._compute_routing(None, None, None)
@@ -110,7 +117,7 @@ class MegaMoEExperts(torch.nn.Module):
     def __init__(self, layer_id, router=None):
         super().__init__()
         self.capture_fn = None
-        self.layer_id = layer_id
+        self.layer = self.layer_id = layer_id
         self.router = router or BaseRouter()
         self.top_k = self.router.top_k
 
@@ -128,12 +135,20 @@ class Model(torch.nn.Module):
 
     def forward(self, positions=None):
         for layer in [*self.layers, *self.mtp]:
-            if layer.layer_id not in self.skipped:
+            if layer.layer not in self.skipped:
                 layer()
 
 
 class Ranks(SimpleNamespace):
     """A process group."""
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Blocks of a layer that keeps every token."""
+
+
+def preempt(self, request, timestamp, drop_stale_output=False):
+    """The scheduler's method, from vLLM 0.27 on."""
 
 
 @pytest.fixture
@@ -143,9 +158,13 @@ def vllm(monkeypatch):
         tp=Ranks(rank_in_group=0, world_size=1, all_gather=None),
         pp=Ranks(rank_in_group=0, world_size=1),
         context=SimpleNamespace(dp_metadata=None),
+        scheduler=type("Scheduler", (), {"_preempt_request": preempt}),
     )
     names = {
         "vllm.model_executor.layers.fused_moe.layer": {"MoERunner": MoERunner},
+        "vllm.model_executor.models.utils": {
+            "extract_layer_index": lambda name: int(re.search(r"\d+", name)[0])
+        },
         "vllm.model_executor.layers.fused_moe.router.base_router": {"BaseRouter": BaseRouter},
         "vllm.model_executor.layers.fused_moe.routed_experts_capturer": {
             "RoutedExpertsSink": RoutedExpertsSink
@@ -161,7 +180,8 @@ def vllm(monkeypatch):
             )
         },
         "vllm.forward_context": {"get_forward_context": lambda: world.context},
-        "vllm.v1.kv_cache_interface": {"is_full_attention_spec": lambda spec: spec.full},
+        "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": world.scheduler},
     }
     for name, attributes in names.items():
         parts = name.split(".")
@@ -328,7 +348,7 @@ def test_the_dtype_of_a_kv_cache_is_a_label_where_it_is_not_the_models(kv_cache_
         ({"model_config__is_encoder_decoder": True}, "is_encoder_decoder"),
     ],
 )
-def test_ways_to_run_that_can_not_be_captured_are_refused(changes, field):
+def test_ways_to_run_that_can_not_be_captured_are_refused(vllm, changes, field):
     refuse_unsupported(config_of())
     refuse_unsupported(config_of(speculative_config=object()))
     refuse_unsupported(config_of(scheduler_config__async_scheduling=True))
@@ -337,6 +357,23 @@ def test_ways_to_run_that_can_not_be_captured_are_refused(changes, field):
     with pytest.raises(InvalidArgument) as error:
         refuse_unsupported(config_of(**changes))
     assert error.value.field == field
+
+
+PIPELINE = {"parallel_config__pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [(LATE_DRAFTS, "--no-async-scheduling"), (PIPELINE, "--async-scheduling")],
+)
+def test_preemptions_that_lose_count_of_tokens_in_flight_are_refused(vllm, changes, remedy):
+    refuse_unsupported(config_of(**changes))
+    vllm.scheduler._preempt_request = lambda self, request, timestamp: None  # before 0.27
+    refuse_unsupported(config_of(speculative_config=object()))
+    refuse_unsupported(config_of(scheduler_config__async_scheduling=True, **PIPELINE))
+    with pytest.raises(InvalidArgument, match=f"[(]{remedy}[)]") as error:
+        refuse_unsupported(config_of(**changes))
+    assert error.value.field == "async_scheduling"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +403,28 @@ def test_where_vllm_refuses_the_connector_the_plugin_is_named(connector, refusal
     assert ("ROUTETRACE_VLLM=1" in str(error.value)) is explained
 
 
-def test_a_connector_among_others_names_their_hand_overs(vllm):
+class Merging:
+    """A `MultiConnector` from vLLM 0.25 on."""
+
+    def _aggregate_request_finished(self, request, per_connector_fn):
+        answers = [per_connector_fn(one)[1] for one in self._connectors]
+        return False, {name: value for answer in answers for name, value in answer.items()}
+
+
+class OneTells:
+    """A `MultiConnector` before that."""
+
+    def _aggregate_request_finished(self, request, per_connector_fn):
+        answers = [per_connector_fn(one)[1] for one in self._connectors]
+        if len([answer for answer in answers if answer is not None]) > 1:
+            raise RuntimeError("Only one connector can produce KV transfer params")
+        return False, next(iter(answers))
+
+
+@pytest.mark.parametrize(
+    ("connector", "handles"), [(Merging, True), (OneTells, False), (SimpleNamespace, True)]
+)
+def test_a_connector_among_others_names_their_hand_overs(vllm, connector, handles, caplog):
     """vLLM shows a child of a `MultiConnector` the child's own configuration alone."""
 
     class Scheduler:
@@ -374,7 +432,7 @@ def test_a_connector_among_others_names_their_hand_overs(vllm):
             own = copy.copy(vllm_config)
             own.kv_transfer_config = transfer("RouteTraceConnector")
             self.ours = attach.make_schedule(own, settings_of(own), kv_cache_config)
-            self.requests = {}
+            self.requests, self.connector = {}, connector()
 
         def schedule(self): ...
 
@@ -394,17 +452,28 @@ def test_a_connector_among_others_names_their_hand_overs(vllm):
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
     )
     assert scheduler.ours.transfers.sent(request) == "P/r-0123abcd"
+    assert scheduler.ours.gives_handles is handles
+    assert ("answers have no handles" in caplog.text) is not handles
 
 
 def test_slots_are_those_of_the_full_attention_group(vllm):
     def group(full, block_size):
-        spec = SimpleNamespace(full=full, block_size=block_size)
-        return SimpleNamespace(kv_cache_spec=spec)
+        kind = FullAttentionSpec if full else SimpleNamespace
+        return SimpleNamespace(kv_cache_spec=kind(block_size=block_size))
+
+    def wrapped(*layers):
+        layers = {str(i): group(full, 16).kv_cache_spec for i, full in enumerate(layers)}
+        spec = SimpleNamespace(block_size=16, kv_cache_specs=layers)
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
 
     both = SimpleNamespace(kv_cache_groups=[group(False, 64), group(True, 16)])
     one = config_of().parallel_config
     assert attention_group(both, one) == (1, 16)
     assert attention_group(SimpleNamespace(kv_cache_groups=[group(False, 64)]), one) is None
+    # A group with a specification for each layer keeps every token if all its layers do.
+    assert attention_group(wrapped(True, True), one) == (0, 16)
+    assert attention_group(wrapped(True, False), one) is None
+    assert attention_group(wrapped(), one) is None
     # A block of the scheduler is one of each rank that keeps a part of the context.
     many = config_of(parallel_config__decode_context_parallel_size=4).parallel_config
     assert attention_group(both, many) == (1, 64)
@@ -451,7 +520,7 @@ def bind_vllms_own(model, told):
     """As bind_routed_experts_capturer of vLLM: callbacks that are there are replaced."""
     for layer in model.layers:
 
-        def callback(ids, layer_id=layer.layer_id):
+        def callback(ids, layer_id=layer.layer):
             told.append((layer_id, ids))
 
         if isinstance(layer, MegaMoEExperts):
@@ -653,7 +722,7 @@ class Worker:
 
     def execute_dummy_batch(self):
         for layer in self.model.layers:
-            for ids in self.dummy.get(layer.layer_id, [PADDING]):
+            for ids in self.dummy.get(layer.layer, [PADDING]):
                 layer.router.ids = ids
                 layer()
 
@@ -686,7 +755,7 @@ def worker(vllm):
 
 
 def cache(num_blocks=8):
-    spec = SimpleNamespace(full=True, block_size=4)
+    spec = FullAttentionSpec(block_size=4)
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks)
 
@@ -873,12 +942,19 @@ def test_resets_are_told_with_the_stores_that_they_empty(connector, told, extern
     class Scheduler:
         def __init__(self) -> None:
             self.connector = connector
+            self.running = [
+                SimpleNamespace(status=SimpleNamespace(name="RUNNING"), at=i) for i in "ab"
+            ]
             self.routetrace_resets = self
+
+        def preempt(self, requests) -> None:
+            resets.extend(request.at for request in requests)
 
         def reset(self, *, external: bool) -> None:
             resets.append(external)
 
         def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+            self.running.pop().status.name = "PREEMPTED"
             return done
 
     plugin._note_resets(Scheduler)
@@ -886,4 +962,4 @@ def test_resets_are_told_with_the_stores_that_they_empty(connector, told, extern
         assert Scheduler().reset_prefix_cache(reset_connector=told) is done
     else:
         assert Scheduler().reset_prefix_cache(False, told) is done
-    assert resets == ([external] if done else [])
+    assert resets == (["b", external] if done else ["b"])

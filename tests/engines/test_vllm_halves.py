@@ -426,6 +426,56 @@ def test_a_sample_that_vllm_drops_does_not_count(engine, client, drafts, in_flig
     np.testing.assert_array_equal(trace.topk_ids, e.expected(b.request_id, 6))
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_before_0_27_placeholders_tell_whether_a_sample_in_flight_counts(engine, client, dropped):
+    """Of steps that overlap: vLLM delivers it, unless a reset preempts, which drops it."""
+    e, a = engine(), fresh("a")
+    del a.num_stale_output_tokens, a.drop_stale_output
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2, 3]})
+    a.all_token_ids.append(7)
+    a.num_output_placeholders = 1
+    e.step((a, 6, 1))
+    kept = e.expected(a.request_id, 7)
+    if dropped:
+        a.num_output_placeholders, a.async_tokens_to_discard = 0, 1
+        e.schedule.preempt([a])
+        e.schedule.reset(external=False)
+        e.step((a, 0, 7), resumed=[a], blocks={a.request_id: [6, 7]})
+    else:
+        e.step(preempted=[a])
+        a.all_token_ids.append(8)
+        a.num_output_placeholders = 0
+        e.step((a, 0, 8), resumed=[a], blocks={a.request_id: [6, 7]})
+    a.all_token_ids.append(9)
+    e.finish(a)
+    trace = client.get(a.trace_id, wait_for="end", timeout=60)
+    assert trace.state is TraceState.COMPLETE
+    np.testing.assert_array_equal(trace.topk_ids[: 7 - dropped], kept[: 7 - dropped])
+    np.testing.assert_array_equal(
+        trace.topk_ids[7 - dropped :], e.expected(a.request_id, 7 - dropped, 8 - dropped)
+    )
+
+
+def test_a_reset_takes_blocks_before_others_get_them(engine, client):
+    """Before 0.25 vLLM names requests that a reset has preempted in no step."""
+    e, a, b = engine(), fresh("a"), fresh("b", 9)
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2]})
+    a.all_token_ids.append(7)
+    e.schedule.preempt([a])
+    e.schedule.reset(external=False)
+    e.step((b, 0, 9), new=[b], blocks={b.request_id: [1, 2, 3]})
+    b.all_token_ids.append(7)
+    c = Request("c-internal", [*b.all_token_ids[:8], 5], {"routetrace.trace_id": b.trace_id + "c"})
+    blocks = {a.request_id: [4, 5], c.request_id: [1, 2, 6]}
+    e.step((a, 0, 7), (c, 8, 1), resumed=[a], new=[c], blocks=blocks)
+    for request in (a, b, c):
+        request.all_token_ids.append(8)
+        e.finish(request)
+    trace = client.get(b.trace_id + "c", wait_for="end", timeout=60)
+    assert trace.state is TraceState.COMPLETE
+    np.testing.assert_array_equal(trace.topk_ids[:8], e.expected(b.request_id, 8))
+
+
 @pytest.mark.parametrize("wrong", [12, 3])
 def test_positions_that_can_not_be_are_not_believed(engine, client, caplog, wrong):
     """Above the plan, or of no run."""

@@ -448,6 +448,7 @@ class Engine:
         old = attempt.rows[start:].tolist()
         record.discarded += [(p, n) for p, n in enumerate(old, start) if n != NOBODY]
         request.computed = request.ahead_computed = start
+        attempt.again = min(attempt.again, start)
         self.counts["redone"] += 1
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:

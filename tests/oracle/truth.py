@@ -144,6 +144,8 @@ class Attempt:
         """Computed tokens, once it is over."""
         self.cached = known
         """Leading tokens whose rows some rank has yet to inherit."""
+        self.again = size
+        """First position that was computed once more (rows.md, 4)."""
         self._inherited: set[int] = set()
         # Of all its passes, and of those that sampled: the KV that they read.
         self._read = [_Kv(size), _Kv(size)]
@@ -158,10 +160,15 @@ class Attempt:
     def behind(self, position: int, *, every: bool = False) -> set[int]:
         """The passes that made the KV at a position from which it sampled.
 
-        With `every`, passes before the first one that sampled count, too.
+        With `every`, passes before the first one that sampled count, too. So does the last pass
+        over positions that were computed once more: its row is served (rows.md, 4).
         """
-        one = self._read[0 if every else 1]
-        return one.makers[position] if position < len(one.makers) else set()
+        every_pass, those_that_sampled = self._read
+        one = every_pass if every else those_that_sampled
+        if position >= len(one.makers):
+            return set()
+        latest = {int(every_pass.last[position])} if position >= self.again else set()
+        return one.makers[position] | latest - {NOT_WRITTEN}
 
     @property
     def sampled(self) -> bool:

@@ -12,12 +12,13 @@ from typing import Any
 
 from routetrace.client import RouteClient
 from routetrace.server.testing import run_server
+from vllm_runs import patches
 from vllm_runs.compare import Comparison
 from vllm_runs.engine import Attachment, Setup
 from vllm_runs.models import MODELS
 from vllm_runs.reference import Reference
 from vllm_runs.report import Tally
-from vllm_runs.runs import RUNS, Run
+from vllm_runs.runs import CHOOSE_INSIDE, RUNS, Run
 
 _NAMESPACE = "vllm-runs"
 
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--native", action="store_true")
     args = parser.parse_args()
     run = next(r for r in RUNS if r.name == args.run)
+    if args.version in CHOOSE_INSIDE:
+        patches.route_apart()
     if run.prepare:
         run.prepare()
     usual = run.has_native(args.version, args.way)

@@ -41,6 +41,51 @@ def skip_padding() -> None:
     BaseRouter._select_experts = select_experts
 
 
+def route_apart() -> None:
+    """Have the router of each layer choose, as on a GPU; before 0.30 the experts on CPU do it."""
+    import importlib
+
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    name = "vllm.model_executor.layers.fused_moe."
+    try:
+        kernels: Any = importlib.import_module(name + "cpu_fused_moe")  # 0.24
+    except ImportError:
+        kernels = importlib.import_module(name + "experts.cpu_moe")
+    choose, make, quant_method = kernels.select_experts, MoERunner.__init__, MoERunner._quant_method
+    run = MoERunner._apply_quant_method
+    running: list[Any] = []  # the layer of this moment
+
+    def select_experts(**given: Any) -> Any:
+        return running[-1]._compute_routing(given, None, None)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        make(self, *args, **kwargs)
+        self.router._compute_routing = lambda given, *_: choose(**given)
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running.append(self.router)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            running.pop()
+
+    class Apart:
+        """The kernel of a layer, whose experts do not choose."""
+
+        is_monolithic = False
+
+        def __init__(self, one: Any) -> None:
+            self._one = one
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._one, name)
+
+    kernels.select_experts = select_experts
+    MoERunner.__init__, MoERunner._apply_quant_method = __init__, apply
+    MoERunner._quant_method = property(lambda self: Apart(quant_method.fget(self)))
+
+
 def repair_drafts() -> None:
     """Make and verify drafts with vLLM's kernels for CPU, which vLLM itself never calls."""
     from vllm.utils import cpu_triton_utils

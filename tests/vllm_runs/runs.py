@@ -16,7 +16,11 @@ WAYS: tuple[Way, ...] = ("connector", "plugin")
 #: Default model runner of the versions on CPU; on CUDA it is the second one in both. That one runs
 #: in Triton's interpreter. Of 0.32.0, only it has vLLM's own return of routed experts; 0.30.0
 #: refuses that return beside any KV connector.
-RUNNERS = {"0.30.0": 1, "0.32.0": 2}
+RUNNERS = {"0.24.0": 1, "0.29.0": 1, "0.30.0": 1, "0.32.0": 2}
+
+#: Versions whose experts on CPU choose by themselves, which `patches.route_apart` changes; their own
+#: return of routed experts refuses such kernels.
+CHOOSE_INSIDE = ("0.24.0", "0.29.0")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Run:
 
     def has_native(self, version: str, way: Way) -> bool:
         """Whether vLLM's own rows are there to compare with."""
+        if version in CHOOSE_INSIDE:
+            return False
         if version == "0.30.0":
             return self.native and way == "plugin" and not self.beside
         return self.native and self.runner(version) == 2

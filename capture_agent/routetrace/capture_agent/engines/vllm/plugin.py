@@ -127,15 +127,15 @@ def _follow_schedulers(scheduler_class: Any) -> None:
         if settings is None:
             return
         from routetrace.capture_agent.engines.vllm.attach import (
+            join_connectors,
             make_schedule,
-            name_hand_overs,
             schedule_of,
         )
 
         if settings.way == "plugin":
             self.routetrace = make_schedule(vllm_config, settings, kv_cache_config)
             _watch_lookups(self)
-        name_hand_overs(vllm_config, settings)
+        join_connectors(vllm_config, settings, self.connector)
         self.routetrace_resets = schedule_of(settings)
         if self.routetrace_resets is not None:
             self.routetrace_resets.follow(self.requests)
@@ -190,7 +190,14 @@ def _note_resets(scheduler_class: Any) -> None:
 
     @functools.wraps(inner)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = inner(self, *args, **kwargs)
+        running = [*self.running]
+        try:
+            done = inner(self, *args, **kwargs)
+        finally:  # before vLLM gives their blocks to others
+            if self.routetrace_resets is not None:
+                self.routetrace_resets.preempt(
+                    request for request in running if request.status.name == "PREEMPTED"
+                )
         if done and self.routetrace_resets is not None:
             stores = _stores_of(self.connector)
             told = any(args[1:2]) or kwargs.get("reset_connector", False)

@@ -104,6 +104,7 @@ def _both(ours: Callback, theirs: Callback | None) -> Callback:
 def _moe_layers(model: torch.nn.Module, layout: ModelLayout) -> dict[int, Any]:
     try:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.models.utils import extract_layer_index
     except ImportError as error:
         raise InvalidArgument(
             field="vllm", value="no MoERunner", expected="a version whose MoE layers have one"
@@ -113,7 +114,9 @@ def _moe_layers(model: torch.nn.Module, layout: ModelLayout) -> dict[int, Any]:
         (n, m) for n, m in model.named_modules() if isinstance(m, MoERunner) or _is_source(m)
     ]
     for name, module in modules:
-        layer: int = module.layer_id
+        # Runners of vLLM 0.23 have no `layer_id`; all have the name of their layer.
+        runs = isinstance(module, MoERunner)
+        layer: int = extract_layer_index(module.layer_name) if runs else module.layer_id
         if layer >= layout.num_hidden_layers or "mtp" in name:
             continue  # drafts
         if layer in layers:
@@ -155,7 +158,7 @@ def _find(name: str, module: Any, top_k: int) -> Any:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     source = _is_source(module)
-    if not source and module.is_monolithic:
+    if not source and module._quant_method.is_monolithic:
         return _kernel_place(name, module)
     router = module if source else module.router
     if not source and (

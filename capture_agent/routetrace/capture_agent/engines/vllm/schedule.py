@@ -96,6 +96,8 @@ class Schedule:
         self._drafts = drafts
         self._inputs = inputs
         self.transfers = transfers
+        self.gives_handles = True
+        """Whether answers can have handles; may be set before the first end."""
         self._live: Mapping[str, Any] = {}
         self._waiting: dict[str, tuple[Any, int]] = {}  # request, tokens in the local cache
         self._allocated: dict[str, Any] = {}  # blocks of waiting requests, since the last step
@@ -328,6 +330,16 @@ class Schedule:
         except Exception:  # their traces stay unknown
             _log.exception("routetrace: the ends of requests that wait are lost")
 
+    def preempt(self, requests: Iterable[Any]) -> None:
+        """Note that requests lose their blocks outside of a step, for a reset to come.
+
+        Args:
+            requests: vLLM's `Request`s.
+        """
+        for request in requests:
+            if known := self._requests.get(request.request_id):
+                self._preempt(known, self._finished)
+
     def reset(self, *, external: bool) -> None:
         """Note that the prefix cache is empty; `external`: every store outside of it, too."""
         self._finished.append(Reset(external))
@@ -392,16 +404,13 @@ class Schedule:
         self._set_end(known, computed)
         events.append(begin)
 
-    def _preempt(self, known: _Request, events: list[Event]) -> None:
+    def _preempt(self, known: _Request, events: MutableSequence[Event]) -> None:
         if known.preempted:
             return
         known.preempted = True
         end = self._end(known)
         if (request := known.request) is not None:
-            # vLLM delivers what a step in flight samples, or it drops it, and samples it again
-            # in the next attempt.
-            in_flight = getattr(request, "num_stale_output_tokens", 0) > 0
-            delivered = in_flight and not request.drop_stale_output
+            delivered = _delivers(request)
             # Rows of rejected drafts do not count either, nor do those not judged yet.
             if self._drafts or not delivered:
                 end = min(end, max(0, request.num_tokens - (not delivered)))
@@ -462,3 +471,15 @@ class Schedule:
         columns = self._columns
         self._latest = latest = columns.pack(*positions)
         return columns.lane_bytes + latest + columns.count_bytes
+
+
+def _delivers(request: Any) -> bool:
+    """Whether vLLM will deliver what a step in flight samples for a preempted request.
+
+    If not, nothing is in flight, or vLLM drops it, and samples it again in the next attempt.
+    """
+    if hasattr(request, "num_stale_output_tokens"):
+        return request.num_stale_output_tokens > 0 and not request.drop_stale_output
+    # Before 0.27: of steps that overlap. A reset of the prefix cache, which drops it, sets it to 0.
+    placeholders: int = request.num_output_placeholders
+    return placeholders > 0

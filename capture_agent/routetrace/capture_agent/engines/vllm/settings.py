@@ -11,6 +11,7 @@ Settings are fields of `AgentConfig`: target, run, engine_id, linger_seconds, qu
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Mapping
@@ -123,6 +124,33 @@ def refuse_unsupported(vllm_config: Any) -> None:
     ):  # fmt: skip
         if value != fine:
             raise InvalidArgument(field=field, value=value, expected=why)
+    if _counts_stale_tokens():
+        return
+    if judges_drafts_late(vllm_config):
+        raise InvalidArgument(
+            field="async_scheduling",
+            value=True,
+            expected="off (--no-async-scheduling) with speculative decoding in vLLM below 0.27: "
+            "a reset of its prefix cache drops tokens that the model goes on from",
+        )
+    overlap = vllm_config.scheduler_config.async_scheduling
+    if parallel.pipeline_parallel_size > 1 and not overlap:
+        raise InvalidArgument(
+            field="async_scheduling",
+            value=overlap,
+            expected="on (--async-scheduling) with pipeline parallelism in vLLM below 0.27: it "
+            "starts preempted requests again before it has the tokens that are in flight",
+        )
+
+
+def _counts_stale_tokens() -> bool:
+    """Whether vLLM knows how many tokens of a preempted request are in flight.
+
+    Versions before 0.27 drop as many outputs as there were tokens, drafts included.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "drop_stale_output" in inspect.signature(Scheduler._preempt_request).parameters
 
 
 def judges_drafts_late(vllm_config: Any) -> bool:
@@ -138,9 +166,12 @@ def attention_group(kv_cache_config: Any, parallel_config: Any) -> tuple[int, in
     Under decode context parallelism the scheduler's block is one block of each rank.
     """
     ranks = getattr(parallel_config, "decode_context_parallel_size", 1)
-    from vllm.v1.kv_cache_interface import is_full_attention_spec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if is_full_attention_spec(group.kv_cache_spec):
-            return index, int(group.kv_cache_spec.block_size) * ranks
+        # A group of layers of several sizes has a specification of each (DeepSeek-V4's).
+        spec = group.kv_cache_spec
+        layers = [*getattr(spec, "kv_cache_specs", {"": spec}).values()]
+        if layers and all(isinstance(layer, FullAttentionSpec) for layer in layers):
+            return index, int(spec.block_size) * ranks
     return None
