@@ -45,6 +45,7 @@ def route_apart() -> None:
     """Have the router of each layer choose, as on a GPU; before 0.30 the experts on CPU do it."""
     import importlib
 
+    from torch.nn.functional import silu
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
     name = "vllm.model_executor.layers.fused_moe."
@@ -52,6 +53,12 @@ def route_apart() -> None:
         kernels: Any = importlib.import_module(name + "cpu_fused_moe")  # 0.24
     except ImportError:
         kernels = importlib.import_module(name + "experts.cpu_moe")
+    else:  # its own makes a layer in each pass, which it refuses there
+        kernels._CPU_MOE_ACT_FN = {
+            kind: lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+            for kind in kernels._CPU_MOE_ACT_FN
+            if kind.name == "SILU"
+        }
     choose, make, quant_method = kernels.select_experts, MoERunner.__init__, MoERunner._quant_method
     run = MoERunner._apply_quant_method
     running: list[Any] = []  # the layer of this moment

@@ -18,8 +18,8 @@ WAYS: tuple[Way, ...] = ("connector", "plugin")
 #: refuses that return beside any KV connector.
 RUNNERS = {"0.24.0": 1, "0.29.0": 1, "0.30.0": 1, "0.32.0": 2}
 
-#: Versions whose experts on CPU choose by themselves, which `patches.route_apart` changes; their own
-#: return of routed experts refuses such kernels.
+#: Versions whose experts on CPU choose by themselves, which `patches.route_apart` changes. vLLM's own
+#: return of routed experts refuses them.
 CHOOSE_INSIDE = ("0.24.0", "0.29.0")
 
 

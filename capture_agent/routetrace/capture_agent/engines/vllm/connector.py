@@ -70,14 +70,10 @@ class RouteTraceConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return no tokens: no KV comes from here."""
-        assert self._schedule is not None
-        self._schedule.lookup(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks of a request, which another connector may fill."""
-        assert self._schedule is not None
-        self._schedule.allocate(request, blocks)
+        """Return at once: no KV is loaded."""
 
     def build_connector_meta(self, scheduler_output: Any) -> RouteTraceMetadata:
         """Return the plan of a step."""

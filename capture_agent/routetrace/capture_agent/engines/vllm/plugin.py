@@ -134,11 +134,11 @@ def _follow_schedulers(scheduler_class: Any) -> None:
 
         if settings.way == "plugin":
             self.routetrace = make_schedule(vllm_config, settings, kv_cache_config)
-            _watch_lookups(self)
         join_connectors(vllm_config, settings, self.connector)
         self.routetrace_resets = schedule_of(settings)
         if self.routetrace_resets is not None:
             self.routetrace_resets.follow(self.requests)
+            _watch_lookups(self.connector, self.routetrace_resets)
 
     @functools.wraps(schedule)
     def schedule_and_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,22 +226,23 @@ def _is_emptied(connector: Any) -> bool:
     return (type(connector).__name__, type(manager).__name__) in _RESET
 
 
-def _watch_lookups(scheduler: Any) -> None:
-    """Note which cached tokens are local, where another connector loads KV from elsewhere."""
-    connector = scheduler.connector
+def _watch_lookups(connector: Any, half: Any) -> None:
+    """Note which cached tokens are local, and the blocks of requests that wait for others.
+
+    At the engine's own connector: a `MultiConnector` before 0.26 shows blocks to none of its
+    connectors but the one that fills them.
+    """
     if connector is None:
         return
-    inner = connector.get_num_new_matched_tokens
+    inner, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
     def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
-        scheduler.routetrace.lookup(request, num_computed_tokens)
+        half.lookup(request, num_computed_tokens)
         return inner(request, num_computed_tokens)
 
-    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-    allocated = connector.update_state_after_alloc
-
     def update_state_after_alloc(request: Any, blocks: Any, *args: Any) -> Any:
-        scheduler.routetrace.allocate(request, blocks)
+        half.allocate(request, blocks)
         return allocated(request, blocks, *args)
 
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
