@@ -15,8 +15,8 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 .PHONY: demo demo-scale test compiled test-slow test-long test-fast check check-full \
 	check-newest lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
-	test-transformers test-trainers test-vllm test-vllm-scheduler test-sglang test-sglang-older \
-	test-sglang-scheduler \
+	test-transformers test-trainers test-vllm test-vllm-older test-vllm-scheduler test-sglang \
+	test-sglang-older test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	test-page bench-page screenshots chromium browser vllm-env \
 	rivals-exact bench-servers bench-vllm test-gpu bench-gpu experts-report previous-fixtures docs proto clean
@@ -238,7 +238,7 @@ test-transformers: $(VENV)/.dev
 # Real vLLM engines on the CPU, with tiny models, in an environment of their own; see
 # tests/vllm_runs. `make test-vllm SCENARIO=prefix VLLM=0.30.0 WAY=plugin` runs a part, SHARE=--share
 # the share of `make check-full`.
-VLLM      ?= 0.30.0 0.32.0
+VLLM      ?= 0.29.0 0.30.0 0.32.0
 VLLM_VENV ?= .venv-vllm
 SCENARIO  ?=
 SHARE     ?=
@@ -247,10 +247,14 @@ test-vllm: vllm-env
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m vllm_runs \
 		--installed $(VLLM_VENV) $(VLLM:%=--version %) $(SCENARIO:%=--scenario %) $(SHARE) \
 		$(WAY:%=--way %)
-	for version in $(if $(SCENARIO),,$(VLLM)); do \
+	for version in $(if $(SCENARIO),,$(filter 0.30.0 0.32.0,$(VLLM))); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests:tests/vllm_runs/plugins TRITON_INTERPRET=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.routers || exit 1; \
 	done
+
+# An engine whose compiled code needs an older torch, of which the default index has the CUDA build.
+test-vllm-older:
+	$(MAKE) test-vllm VLLM=0.24.0 VLLM_VENV=.venv-vllm-older TORCH=torch==2.11.0
 
 # The environment alone.
 vllm-env:
@@ -258,8 +262,10 @@ vllm-env:
 
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
-test-vllm-scheduler: vllm-env
-	for version in $(VLLM); do \
+VLLM_SCHEDULERS ?= 0.23.0 0.24.0 0.25.1 0.26.0 0.28.0 0.29.0 0.30.0 0.32.0
+test-vllm-scheduler:
+	$(MAKE) vllm-env VLLM='$(VLLM_SCHEDULERS)'
+	for version in $(VLLM_SCHEDULERS); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
 	done

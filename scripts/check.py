@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PRINTING = threading.Lock()
+#: Of which each full check takes one, by its seed, beside the newest two.
+OLDER_VLLM = ("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0")
 #: Without compiled modules, each of the hundreds of processes compiles what it imports; this takes
 #: half of a worker's start-up time.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -88,7 +91,9 @@ def full(seed: int) -> list[str]:
         "make lint demo-scale",
         "make test-loaded",
         "make test-two-commands test-install COMMANDS=--command=demo",
-        f"make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000 SEED={seed}",
+        f"make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000 SEED={seed} "
+        f"VLLM_SCHEDULERS='{OLDER_VLLM[seed % len(OLDER_VLLM)]} 0.30.0 0.32.0'",
+        "make test-vllm-older SHARE=--share",
         f"make test-faults FAULTS=ci SEED={seed}",
         "make test-sglang test-sglang-older test-sglang-scheduler SHARE=--share ROWS=10000 "
         f"SEED={seed}",
@@ -107,7 +112,7 @@ def full(seed: int) -> list[str]:
 def run(command: str) -> Result:
     """Run a step; its output goes where this command's goes."""
     begun = time.monotonic()
-    code = subprocess.run(command.split(), cwd=ROOT, env=ENVIRONMENT, check=False).returncode
+    code = subprocess.run(shlex.split(command), cwd=ROOT, env=ENVIRONMENT, check=False).returncode
     return report(Result(command, code, time.monotonic() - begun))
 
 
@@ -116,7 +121,7 @@ def run_beside(command: str) -> Result:
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         code = subprocess.run(
-            command.split(),
+            shlex.split(command),
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=output,

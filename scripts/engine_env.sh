@@ -19,13 +19,17 @@ install_version() {
 }
 
 install_shared() {
-  local ready=$venv/.shared lists=constraints/$list
+  local ready=$venv/.shared lists=constraints/$list pins=constraints/$list.txt
   [ -f "$ready" ] && [ -z "$(find "$0" pyproject.toml "$lists".* -newer "$ready")" ] && return
   "$venv/bin/python" -c 'import torch' 2>/dev/null || "$venv/bin/python" -m pip install --quiet "$torch"
-  # Newer packages may want another torch.
+  # Newer packages may want another torch. A build of torch for CUDA brings its own triton.
   "$venv/bin/python" -m pip freeze | grep '^torch==' >"$venv/torch.txt"
+  if "$venv/bin/python" -m pip show torch | grep -q '^Requires:.*triton'; then
+    grep -v '^triton==' "$lists.txt" >"$venv/pins.txt"
+    pins=$venv/pins.txt
+  fi
   # Installed, not only on the path: engines find plugins by their entry points.
-  "${install[@]}" -c "$venv/torch.txt" ${PINS--c "$lists.txt"} -r "$lists.in" -e '.[server]'
+  "${install[@]}" -c "$venv/torch.txt" ${PINS--c "$pins"} -r "$lists.in" -e '.[server]'
   more_packages
   touch "$ready"
 }

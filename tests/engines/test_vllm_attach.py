@@ -18,7 +18,7 @@ import torch
 
 from routetrace.capture_agent.engines.vllm import attach, plugin
 from routetrace.capture_agent.engines.vllm.inputs import Inputs
-from routetrace.capture_agent.engines.vllm.plan import StepPlan
+from routetrace.capture_agent.engines.vllm.plan import External, StepPlan, pack_blocks
 from routetrace.capture_agent.engines.vllm.routers import Routers
 from routetrace.capture_agent.engines.vllm.settings import (
     attention_group,
@@ -403,7 +403,16 @@ def test_where_vllm_refuses_the_connector_the_plugin_is_named(connector, refusal
     assert ("ROUTETRACE_VLLM=1" in str(error.value)) is explained
 
 
-class Merging:
+class Alone:
+    """A connector."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
+
+
+class Merging(Alone):
     """A `MultiConnector` from vLLM 0.25 on."""
 
     def _aggregate_request_finished(self, request, per_connector_fn):
@@ -411,7 +420,7 @@ class Merging:
         return False, {name: value for answer in answers for name, value in answer.items()}
 
 
-class OneTells:
+class OneTells(Alone):
     """A `MultiConnector` before that."""
 
     def _aggregate_request_finished(self, request, per_connector_fn):
@@ -422,7 +431,7 @@ class OneTells:
 
 
 @pytest.mark.parametrize(
-    ("connector", "handles"), [(Merging, True), (OneTells, False), (SimpleNamespace, True)]
+    ("connector", "handles"), [(Merging, True), (OneTells, False), (Alone, True)]
 )
 def test_a_connector_among_others_names_their_hand_overs(vllm, connector, handles, caplog):
     """vLLM shows a child of a `MultiConnector` the child's own configuration alone."""
@@ -445,7 +454,7 @@ def test_a_connector_among_others_names_their_hand_overs(vllm, connector, handle
     config = config_of(
         kv_transfer_config=transfer("MultiConnector", {"connectors": children}, engine_id="P")
     )
-    scheduler = Scheduler(config, SimpleNamespace(kv_cache_groups=[]))
+    scheduler = Scheduler(config, cache())
     request = SimpleNamespace(
         request_id="r-0123abcd",
         kv_transfer_params={"do_remote_decode": True},
@@ -454,6 +463,22 @@ def test_a_connector_among_others_names_their_hand_overs(vllm, connector, handle
     assert scheduler.ours.transfers.sent(request) == "P/r-0123abcd"
     assert scheduler.ours.gives_handles is handles
     assert ("answers have no handles" in caplog.text) is not handles
+    # A MultiConnector before 0.26 shows ours no blocks of a request for which another one loads KV.
+    waits = SimpleNamespace(request_id="w-0123abcd")
+    assert scheduler.connector.get_num_new_matched_tokens(waits, 4) == (0, False)
+    shown = SimpleNamespace(get_block_ids=lambda: ([5, 6],))
+    scheduler.connector.update_state_after_alloc(waits, shown, 4)
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    cached.resumed_req_ids = set()
+    plan = scheduler.ours.step(
+        SimpleNamespace(
+            preempted_req_ids=None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={},
+        )
+    )
+    assert plan.events[-1] == External(pack_blocks([5, 6]), 4)
 
 
 def test_slots_are_those_of_the_full_attention_group(vllm):

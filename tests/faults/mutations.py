@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "the directory of the store is not synced",
         f"{_STORE}/directory.py",
-        "    sync_directory(path.parent)\n",
-        "",
+        "        sync_directory(path.parent)\n",
+        "        pass\n",
     ),
     Mutation(
         "a drop is not in the log",
@@ -128,7 +128,9 @@ def seen(mutation: Mutation) -> str:
         path = Path(directory, mutation.path)
         text = path.read_text()
         check(text.count(mutation.old) == 1, f"{mutation.name}: does not apply")
-        path.write_text(text.replace(mutation.old, mutation.new))
+        mutated = text.replace(mutation.old, mutation.new)
+        compile(mutated, path, "exec")  # else an error of syntax counts as seen
+        path.write_text(mutated)
         found = subprocess.run(
             [
                 sys.executable,

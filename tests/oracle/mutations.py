@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "server", "client", "capture_agent")
 TESTS = Path(__file__).parents[1]
 
-#: Cells and seconds after which a mutation counts as not caught.
+#: Cells after which a mutation counts as not caught, and seconds after which a run stands still.
 _CELLS = 10_000_000
-_TIMEOUT_S = 300
+_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True)

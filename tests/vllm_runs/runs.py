@@ -18,8 +18,8 @@ WAYS: tuple[Way, ...] = ("connector", "plugin")
 #: refuses that return beside any KV connector.
 RUNNERS = {"0.24.0": 1, "0.29.0": 1, "0.30.0": 1, "0.32.0": 2}
 
-#: Versions whose experts on CPU choose by themselves, which `patches.route_apart` changes. vLLM's own
-#: return of routed experts refuses them.
+#: Versions whose experts on CPU choose by themselves, which `patches.route_apart` changes. Their
+#: own return of routed experts refuses such kernels.
 CHOOSE_INSIDE = ("0.24.0", "0.29.0")
 
 
@@ -55,8 +55,8 @@ class Run:
     """Model runners whose versions do it in the share for CI, in one way."""
 
     def shared(self, version: str, way: Way) -> bool:
-        """Whether it is in the share for CI, in the way in which vLLM's own rows are there."""
-        best = "plugin" if RUNNERS[version] == 1 else "connector"
+        """Whether it is in the share for CI, in a way in which vLLM's own rows are there, if any."""
+        best = "plugin" if version == "0.30.0" else "connector"
         wanted = RUNNERS[version] in self.share and max(self.runners) >= RUNNERS[version]
         return wanted and way == best
 

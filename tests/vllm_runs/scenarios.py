@@ -268,12 +268,20 @@ def weights(engine: Engine) -> list[Answer]:
 def told(engine: Engine) -> list[Answer]:
     """Versions that vLLM is given, and updates whose version nobody tells."""
     core = engine.llm.llm_engine
+
+    def tell(version: str) -> None:
+        if hasattr(core, "set_weight_version"):
+            core.set_weight_version(version)
+        else:  # before 0.27 vLLM has none
+            number = int(version) if version.isdecimal() else None
+            engine.rpc("routetrace_set_weight_version", number)
+
     updates: tuple[tuple[Callable[[], Any], int | None], ...] = (
-        (lambda: core.set_weight_version("21"), 21),
+        (lambda: tell("21"), 21),
         # Past the worker, as trainers do. On CPU vLLM packs weights, and cannot load others.
         (lambda: engine.llm.apply_model(_load_nothing), None),
-        (lambda: core.set_weight_version("22"), 22),
-        (lambda: core.set_weight_version("default"), None),
+        (lambda: tell("22"), 22),
+        (lambda: tell("default"), None),
     )
     done = []
     for number, (update, version) in enumerate(updates):
