@@ -262,10 +262,11 @@ vllm-env:
 
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
-VLLM_SCHEDULERS ?= 0.23.0 0.24.0 0.25.1 0.26.0 0.28.0 0.29.0 0.30.0 0.32.0
+VLLM_SCHEDULERS ?= 0.23.0,0.24.0,0.25.1,0.26.0,0.28.0,0.29.0,0.30.0,0.32.0
+comma := ,
 test-vllm-scheduler:
-	$(MAKE) vllm-env VLLM='$(VLLM_SCHEDULERS)'
-	for version in $(VLLM_SCHEDULERS); do \
+	$(MAKE) vllm-env VLLM='$(subst $(comma), ,$(VLLM_SCHEDULERS))'
+	for version in $(subst $(comma), ,$(VLLM_SCHEDULERS)); do \
 		PYTHONPATH=$(VLLM_VENV)/$$version:tests OMP_NUM_THREADS=1 \
 			$(VLLM_VENV)/bin/python -m vllm_runs.scheduler --rows $(ROWS) --seed $(SEED) || exit 1; \
 	done

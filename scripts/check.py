@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -92,7 +91,7 @@ def full(seed: int) -> list[str]:
         "make test-loaded",
         "make test-two-commands test-install COMMANDS=--command=demo",
         f"make test-vllm test-vllm-scheduler SHARE=--share ROWS=20000 SEED={seed} "
-        f"VLLM_SCHEDULERS='{OLDER_VLLM[seed % len(OLDER_VLLM)]} 0.30.0 0.32.0'",
+        f"VLLM_SCHEDULERS={OLDER_VLLM[seed % len(OLDER_VLLM)]},0.30.0,0.32.0",
         "make test-vllm-older SHARE=--share",
         f"make test-faults FAULTS=ci SEED={seed}",
         "make test-sglang test-sglang-older test-sglang-scheduler SHARE=--share ROWS=10000 "
@@ -112,7 +111,7 @@ def full(seed: int) -> list[str]:
 def run(command: str) -> Result:
     """Run a step; its output goes where this command's goes."""
     begun = time.monotonic()
-    code = subprocess.run(shlex.split(command), cwd=ROOT, env=ENVIRONMENT, check=False).returncode
+    code = subprocess.run(command.split(), cwd=ROOT, env=ENVIRONMENT, check=False).returncode
     return report(Result(command, code, time.monotonic() - begun))
 
 
@@ -121,7 +120,7 @@ def run_beside(command: str) -> Result:
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         code = subprocess.run(
-            shlex.split(command),
+            command.split(),
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=output,

@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 def config_of(target: str) -> AgentConfig:
-    """What is called between two flushes is in one chunk, however long it takes."""
+    """Of an agent that puts all calls between two flushes into one chunk."""
     return AgentConfig(
         target, "e", LAYOUT, background="thread", block_size=BLOCK, num_blocks=32,
         flush_interval_seconds=60, linger_seconds=60,

@@ -123,7 +123,7 @@ def _choose(args: argparse.Namespace) -> Iterator[Job]:
             for way in args.way or WAYS:
                 if args.share and not run.shared(version, way):
                     continue
-                if names and way in run.ways:
+                if names and run.fits(version, way):
                     yield Job(run, version, way, tuple(names))
 
 

@@ -51,11 +51,17 @@ class Run:
     prepare: Callable[[], None] | None = None
     """Called before vLLM starts."""
     ways: tuple[Way, ...] = WAYS
+    inside: bool = False
+    """Whether versions whose experts choose by themselves do it, too."""
     share: tuple[int, ...] = ()
     """Model runners whose versions do it in the share for CI, in one way."""
 
+    def fits(self, version: str, way: Way) -> bool:
+        """Whether a version does it, attached in this way."""
+        return way in self.ways and (self.inside or version not in CHOOSE_INSIDE)
+
     def shared(self, version: str, way: Way) -> bool:
-        """Whether it is in the share for CI, in a way in which vLLM's own rows are there, if any."""
+        """Whether it is in the share for CI, where it can in the way that has vLLM's own rows."""
         best = "plugin" if version == "0.30.0" else "connector"
         wanted = RUNNERS[version] in self.share and max(self.runners) >= RUNNERS[version]
         return wanted and way == best
@@ -120,12 +126,14 @@ RUNS = (
                 scenarios.late,
             )
         ),
+        inside=True,
         share=(1, 2),
     ),
     Run(
         "small_cache",
         named((scenarios.preemption, scenarios.mixed)),
         more=_SMALL,
+        inside=True,
         share=(1, 2),
     ),
     Run(
@@ -204,6 +212,7 @@ RUNS = (
         more={"enforce_eager": False},
         runners=(1,),
         trusted=False,  # vLLM's own rows are all zeros then
+        inside=True,
         share=(1, 2),
     ),
     Run(
@@ -260,6 +269,7 @@ RUNS = (
         env={**_PROCESSES, **_CALLS},
         native=False,  # has no rows of what came from elsewhere
         beside=True,
+        inside=True,
         share=(1, 2),
     ),
     Run(
