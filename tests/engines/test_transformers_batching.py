@@ -23,7 +23,7 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.testing import run_server
 from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
-from support.models.tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
+from support.models.tiny_models import EOS, PAD, page_size_name, paging, tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +161,7 @@ def test_through_a_real_server() -> None:
     [
         ("use_cuda_graph", {"use_cuda_graph": True, "page_size": 4}),
         ("use_async_batching", {"use_async_batching": True, "page_size": 4}),
-        (PAGE_SIZE, {"page_size": 8}),
+        (page_size_name(), {"page_size": 8}),
         ("agent.config.num_blocks", {"page_size": 4, "num_blocks": 200, "max_batch_tokens": 8}),
     ],
 )
