@@ -107,25 +107,70 @@ def test_given_ids_are_used_and_routers_learn(family: str) -> None:
         grad = router.weight.grad
         assert grad is not None
         assert float(grad.abs().sum()) > 0
-    # The weights are the model's own formula at the given ids.
-    for router, hidden, weights, ids in zip(
+    for router, hidden, weights, chosen in zip(
         routers(model, layout), truth.hidden, truth.weights, truth.passes[0], strict=True
     ):
-        bias = router.bias if family == "gpt_oss" else None
-        scores = torch.nn.functional.linear(hidden.flatten(0, -2), router.weight, bias).detach()
-        ids = torch.from_numpy(ids)
-        if family == "gpt_oss":
-            at_ids = scores.gather(1, ids).softmax(dim=-1)
-        elif family in ("deepseek_v3", "glm4_moe"):
-            at_ids = scores.sigmoid().gather(1, ids)
-            at_ids = at_ids / at_ids.sum(dim=-1, keepdim=True) * model.config.routed_scaling_factor
-        else:
-            at_ids = scores.softmax(dim=-1).gather(1, ids)
-            if family == "deepseek_v2":
-                at_ids = at_ids * model.config.routed_scaling_factor
-            elif getattr(model.config, "norm_topk_prob", True):
-                at_ids = at_ids / at_ids.sum(dim=-1, keepdim=True)
-        torch.testing.assert_close(weights, at_ids)
+        at_ids = weights_at(family, model.config, router, hidden, torch.from_numpy(chosen))
+        torch.testing.assert_close(weights, at_ids.detach())
+
+
+def weights_at(
+    family: str, config: Any, router: Any, hidden: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The weights of these experts by the formula of the family, written out."""
+    bias = router.bias if family == "gpt_oss" else None
+    scores = torch.nn.functional.linear(hidden.flatten(0, -2), router.weight, bias)
+    if family == "gpt_oss":
+        return scores.gather(1, ids).softmax(dim=-1)
+    if family in ("deepseek_v3", "glm4_moe"):
+        at_ids = scores.sigmoid().gather(1, ids)
+        return at_ids / at_ids.sum(dim=-1, keepdim=True) * config.routed_scaling_factor
+    at_ids = scores.softmax(dim=-1).gather(1, ids)
+    if family == "deepseek_v2":
+        return at_ids * config.routed_scaling_factor
+    if getattr(config, "norm_topk_prob", True):  # Mixtral has no such option, and divides
+        return at_ids / at_ids.sum(dim=-1, keepdim=True)
+    return at_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_model_that_has_no_choice(family: str) -> None:
+    model, layout = tiny_model(family)
+    ids = routed(*tiny_model(family, seed=1), tokens())
+
+    def train() -> dict[str, torch.Tensor]:
+        model(input_ids=tokens()).logits.pow(2).mean().backward()
+        return gradients(model)
+
+    with replay(model, ids, layer_ids=layout.layer_ids):
+        found = train()
+
+    def wire(router: Any, experts: Any, block: Any, column: int) -> list[Any]:
+        """Give the experts the ids, and weights that the test computes from the block's input."""
+        inputs: list[torch.Tensor] = []
+        wanted = torch.from_numpy(ids[:, column])
+
+        def of_experts(_module: Any, args: Any) -> Any:
+            weights = weights_at(family, model.config, router, inputs.pop(), wanted)
+            return args[0], wanted, weights
+
+        return [
+            block.register_forward_pre_hook(lambda _module, args: inputs.append(args[0])),
+            experts.register_forward_pre_hook(of_experts),
+        ]
+
+    handles = []
+    for column, router in enumerate(routers(model, layout)):
+        block = model.model.layers[layout.layer_ids[column]].mlp
+        handles += wire(router, block.experts, block, column)
+    expected = train()
+    for handle in handles:
+        handle.remove()
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

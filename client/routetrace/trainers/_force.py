@@ -81,14 +81,16 @@ class Forcer:
         self._num_experts = num_experts
         self._before: Any = None
         self._original: Any = None
+        self._outer: Forcer | None = None
 
     def attach(self) -> None:
         """Take the place of the function."""
         # An attribute of the module itself hides the method of its class.
         self._before = vars(self.owner).get(self._name)
         current = getattr(self.owner, self._name)
-        outer = current.__self__ if hasattr(current, "__self__") else None
-        self._original = outer._original if isinstance(outer, Forcer) else current
+        holder = current.__self__ if hasattr(current, "__self__") else None
+        self._outer = holder if isinstance(holder, Forcer) else None  # of a block around this one
+        self._original = self._outer._original if self._outer else current
         vars(self.owner)[self._name] = self._choose
 
     def detach(self) -> None:
@@ -98,8 +100,13 @@ class Forcer:
         else:
             vars(self.owner)[self._name] = self._before
 
-    def _choose(self, *args: Any, **kwargs: Any) -> Any:
+    def _count(self) -> None:
         self.num_calls += 1
+        if self._outer is not None:
+            self._outer._count()
+
+    def _choose(self, *args: Any, **kwargs: Any) -> Any:
+        self._count()
         device = args[0].device if args else next(iter(kwargs.values())).device
         self.ids, self.valid = (part[self._column] for part in self._given.on(device))
         if self._compare:

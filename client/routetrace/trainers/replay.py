@@ -178,10 +178,9 @@ class Replay:
         if skipped:
             raise InvalidArgument(
                 field="model",
-                value=f"{type(self._model).__name__}, which chose experts of layers {skipped} "
-                "without replay",
-                expected="a model whose routers run as they are found",
-                remedy="do not compile the model, its layers or their MLPs",
+                value=f"{type(self._model).__name__}: the routers of layers {skipped} did not run",
+                expected="each router to run in each pass",
+                remedy="replay in a model whose layers have the library's own forward functions",
             )
 
     def __exit__(
