@@ -158,18 +158,18 @@ def test_a_layer_whose_router_does_not_run_is_refused() -> None:
         model(input_ids=TOKENS)
 
 
-@pytest.mark.parametrize("part", ["model", "layers", "blocks", "routers"])
+@pytest.mark.parametrize("part", ["model", "layers", "routers"])
 def test_compiled_models_replay(part: str) -> None:
     """Compiled and run before the block; programs of one block do not serve another."""
     shared, layout = tiny_model("qwen3_moe")
     model = copy.deepcopy(shared)
     torch.compiler.reset()
     if part == "model":
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
     for layer in model.model.layers:
-        parts = {"layers": layer, "blocks": layer.mlp, "routers": layer.mlp.gate}
+        parts = {"layers": layer, "routers": layer.mlp.gate}
         if part in parts:
-            parts[part].compile(backend="aot_eager")
+            parts[part].compile(backend="eager")
     own = trained(shared)["logits"]
     torch.testing.assert_close(trained(model)["logits"], own)
     for seed in (1, 2):

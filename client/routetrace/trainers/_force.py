@@ -72,7 +72,7 @@ class Forcer:
         self.owner = owner
         self.layer = layer
         self.live: torch.Tensor | None = None
-        self.num_calls = 0
+        self.has_run = False
         self._name = name
         self._given = given
         self._column = column
@@ -100,13 +100,10 @@ class Forcer:
         else:
             vars(self.owner)[self._name] = self._before
 
-    def _count(self) -> None:
-        self.num_calls += 1
-        if self._outer is not None:
-            self._outer._count()
-
     def _choose(self, *args: Any, **kwargs: Any) -> Any:
-        self._count()
+        replaced: Forcer | None = self
+        while replaced is not None:
+            replaced.has_run, replaced = True, replaced._outer
         device = args[0].device if args else next(iter(kwargs.values())).device
         self.ids, self.valid = (part[self._column] for part in self._given.on(device))
         if self._compare:

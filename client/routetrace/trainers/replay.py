@@ -155,7 +155,6 @@ class Replay:
         self._rows = rows
         self._inputs = None if rows is None else Inputs(rows.plan)
         self._handles: list[Any] = []
-        self._num_calls: list[int] = []  # of each forcer, before the pass that is under way
 
     def __enter__(self) -> Replay:
         decoder = self._model.get_decoder()
@@ -170,11 +169,11 @@ class Replay:
         return self
 
     def _before_pass(self, *_: Any) -> None:
-        self._num_calls = [forcer.num_calls for forcer in self._forcers]
+        for forcer in self._forcers:
+            forcer.has_run = False
 
     def _after_pass(self, *_: Any) -> None:
-        calls = zip(self._forcers, self._num_calls, strict=True)
-        skipped = [forcer.layer for forcer, before in calls if forcer.num_calls == before]
+        skipped = [forcer.layer for forcer in self._forcers if not forcer.has_run]
         if skipped:
             raise InvalidArgument(
                 field="model",

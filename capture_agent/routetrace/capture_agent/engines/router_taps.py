@@ -332,7 +332,8 @@ def _check_width(
             weight = getattr(tap.module, "weight", None) if tap.reads_output else None
             if weight is None or weight.dim() != 2 or layout.num_experts in weight.shape:
                 continue
-            value, expected = f"{kind} of {weight.shape[0]} experts", f"{layout.num_experts} experts"
+            value = f"{kind} of {weight.shape[0]} experts"
+            expected = f"{layout.num_experts} experts"
         raise InvalidArgument(
             field=f"layers.{layer}",
             value=value,
