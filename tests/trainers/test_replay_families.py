@@ -111,7 +111,7 @@ def test_dbrx_whose_block_chooses() -> None:
         max_seq_len=64,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
         ffn_config={
-            "ffn_hidden_size": 16,
+            "ffn_hidden_size": 32,
             "moe_num_experts": 8,
             "moe_top_k": 2,
             "moe_normalize_expert_weights": 1.0,

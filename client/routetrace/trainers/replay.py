@@ -6,14 +6,14 @@
         loss = loss_of(model(input_ids, attention_mask=mask))
         loss.backward()
 
-Only the choice is replayed. While a router runs, its call of `topk` that chooses experts returns
-the given ids and the scores at them; where the block around the router chooses, that function of it
-is meant. The router still computes the scores (softmax before or after,
-sigmoid, bias, normalisation, scaling), so gradients reach it through them.
+Only the choice is replayed. While a router runs, or the function of the block around it that chooses
+in its place, the call of `topk` that chooses experts returns the given ids and the scores at them.
+Scores are still computed (softmax before or after, sigmoid, bias, normalisation, scaling), so
+gradients reach the router through them.
 
 The backward pass belongs inside the block, as activation checkpointing reruns the routers there.
-Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. Compiled models are not
-supported, since the routers of a compiled model do not run hooks.
+Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. A block compiles compiled
+models again.
 """
 
 from __future__ import annotations
