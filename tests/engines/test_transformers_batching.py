@@ -179,6 +179,16 @@ def test_what_continuous_batching_refuses(field: str, config: dict[str, Any]) ->
     assert_no_hooks(model)
 
 
+def test_a_version_without_an_option_that_has_to_be_off_is_refused() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    capture = TransformersCapture(model, RecordingAgent(layout), layout=layout)
+    config = SimpleNamespace(**vars(paging(page_size=4)))
+    del config.use_cuda_graph
+    with pytest.raises(InvalidArgument, match=r"use_cuda_graph is no option .*; pin a version"):
+        capture.generate_batch(BATCH, request_ids=BATCH_IDS, continuous_batching_config=config)
+    assert_no_hooks(model)
+
+
 def small_batches(capture: TransformersCapture) -> dict[str, Any]:
     """Two requests at a time, so that some begin late."""
     return capture.generate_batch(
@@ -286,7 +296,9 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind() -> None:
     [("page_size", {"page_size": 8, "block_size": None}), ("block_size", {"block_size": 8})],
 )
 def test_the_page_size_has_two_names(field: str, options: dict[str, Any]) -> None:
-    config = SimpleNamespace(**options, allow_block_sharing=True)
+    config = SimpleNamespace(**{**vars(paging(page_size=4)), **options})
+    if field == "block_size" and hasattr(config, "page_size"):
+        del config.page_size
     assert batching_config(config, 8).allow_block_sharing
     assert not batching_config(config, 0).allow_block_sharing
     with pytest.raises(InvalidArgument) as caught:

@@ -6,10 +6,10 @@
         loss = loss_of(model(input_ids, attention_mask=mask))
         loss.backward()
 
-Only the choice is replayed. While a router runs, or the function of the block around it that chooses
-in its place, the call of `topk` that chooses experts returns the given ids and the scores at them.
-Scores are still computed (softmax before or after, sigmoid, bias, normalisation, scaling), so
-gradients reach the router through them.
+Only the choice is replayed. While a router runs, or the function of the block around it that
+chooses in its place, the call of `topk` that chooses experts returns the given ids and the scores
+at them. Scores are still computed (softmax before or after, sigmoid, bias, normalisation,
+scaling), so gradients reach the router through them.
 
 The backward pass belongs inside the block, as activation checkpointing reruns the routers there.
 Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. A block compiles compiled

@@ -88,7 +88,7 @@ class RouterTaps:
     """
 
     def __init__(self, model: Any, layout: ModelLayout) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
+        if model.config.is_encoder_decoder:
             raise InvalidArgument(
                 field="model", value=type(model).__name__, expected="a decoder-only model"
             )
