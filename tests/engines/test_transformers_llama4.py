@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from routetrace.capture_agent.engines.transformers import TransformersCapture
 from support.models.llama4 import tiny_llama4
@@ -41,6 +42,8 @@ def chosen(model: Any, top_k: int) -> Iterator[list[np.ndarray]]:
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_choices_are_captured(top_k: int, cache: str) -> None:
+    if cache == "static" and transformers.__version__ == "5.17.0":
+        pytest.skip("generate() of Llama 4 with a static cache raises in the library itself")
     model, layout = tiny_llama4(top_k)
     agent = RecordingAgent(layout)
     capture = TransformersCapture(model, agent)

@@ -158,7 +158,10 @@ def test_a_layer_whose_router_does_not_run_is_refused() -> None:
         model(input_ids=TOKENS)
 
 
-@pytest.mark.parametrize("part", ["model", "layers", "routers"])
+@pytest.mark.parametrize(
+    "part",
+    [*(pytest.param(part, marks=pytest.mark.slow) for part in ("model", "layers")), "routers"],
+)
 def test_compiled_models_replay(part: str) -> None:
     """Compiled and run before the block; programs of one block do not serve another."""
     shared, layout = tiny_model("qwen3_moe")

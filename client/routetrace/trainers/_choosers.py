@@ -14,8 +14,8 @@ from routetrace.common.layout import ModelLayout
 # Name of a module of decoder layer <i> within the decoder. `get_decoder` of Llama 4 returns the
 # causal model, one level above.
 _LAYER = re.compile(r"(?:model\.)?(?:layers|blocks|h)\.(\d+)\.")
-# The function that chooses experts, and the module that it is in. In versions before 5.15 many
-# routers compute logits alone, and the block around them chooses; so do some families in all.
+# The function that chooses experts, and the module that it is in. Up to 5.10 many routers compute
+# logits alone, and the block around them chooses; that of DBRX does in all versions.
 _OF_BLOCKS = "route_tokens_to_experts"
 _CHOOSERS: tuple[tuple[str, Callable[[nn.Module], bool]], ...] = (
     (_OF_BLOCKS, lambda module: hasattr(module, _OF_BLOCKS)),
