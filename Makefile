@@ -223,16 +223,24 @@ docs: $(VENV)/.docs
 test-install: $(VENV)/.dev
 	$(PY) -m pytest -m install
 
-# What touches transformers, on the oldest version that is supported; `make test` has the pinned one.
+# What touches transformers, on the oldest version in which it is captured; then replay alone, on
+# versions that trainers pin, one after the other. `make test` has the pinned version.
 TRANSFORMERS     ?= 5.17.0
+REPLAY           ?= 5.3.0 5.5.3 5.6.2 5.9.0 5.10.4 5.15.0
+REPLAY_TESTS      = tests/trainers/test_replay.py tests/trainers/test_replay_families.py \
+	tests/trainers/test_fsdp.py
 TRANSFORMERS_DIR ?= .venv-transformers
 test-transformers: $(VENV)/.dev
-	PYTHON=$(PY) TRANSFORMERS_DIR=$(TRANSFORMERS_DIR) scripts/transformers_env.sh $(TRANSFORMERS)
+	PYTHON=$(PY) TRANSFORMERS_DIR=$(TRANSFORMERS_DIR) scripts/transformers_env.sh \
+		$(TRANSFORMERS) $(REPLAY)
 	for version in $(TRANSFORMERS); do \
 		PYTHONPATH=$(TRANSFORMERS_DIR)/$$version OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 \
 			tests/engines/test_transformers_*.py tests/experts/test_transformers_experts.py \
-			tests/experts/test_experts_end_to_end.py tests/trainers/test_replay.py \
-			tests/trainers/test_fsdp.py || exit 1; \
+			tests/experts/test_experts_end_to_end.py $(REPLAY_TESTS) || exit 1; \
+	done
+	for version in $(REPLAY); do \
+		PYTHONPATH=$(TRANSFORMERS_DIR)/$$version OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 \
+			$(REPLAY_TESTS) || exit 1; \
 	done
 
 # Real vLLM engines on the CPU, with tiny models, in an environment of their own; see

@@ -789,8 +789,6 @@ def test_encoder_decoders_have_no_layout(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("LlamaConfig", {}),
-        ("Qwen3VLConfig", {}),
         ("GraniteMoeHybridConfig", {"num_local_experts": 0}),
         ("Gemma4Config", {"text_config": {"enable_moe_block": False}}),
         ("DogeConfig", {"is_moe": False}),
@@ -802,6 +800,53 @@ def test_dense_models_say_so(name: str, values: Config) -> None:
         ModelLayout.from_config(hf(name)(**values))
     assert error.value.field
     assert error.value.expected == "more than one routed expert"
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3VLConfig"])
+def test_a_config_without_a_known_name_is_not_called_dense(name: str) -> None:
+    with pytest.raises(ModelNotSupported, match=r"no known name .*num_experts .*a dense") as error:
+        ModelLayout.from_config(hf(name)())
+    assert "not a MoE" not in str(error.value)
+    assert error.value.value == "absent"
+
+
+@pytest.mark.parametrize(
+    ("known", "looked_for"), [("num_experts_per_tok", "num_experts"), ("num_experts", "moe_topk")]
+)
+def test_names_that_are_not_known_are_shown(known: str, looked_for: str) -> None:
+    config = {"num_hidden_layers": 2, known: 8, "moe_amount": 64, "use_experts": True}
+    with pytest.raises(ModelNotSupported, match="no known name") as error:
+        ModelLayout.from_config(config)
+    assert looked_for in error.value.field.split(" | ")
+    assert error.value.value == "absent, beside moe_amount = 64"
+    assert "ModelLayout" in error.value.remedy
+
+
+BLOCKS = [
+    {"block_type": "mamba"},
+    {"block_type": "moe", "n_routed_experts": 8, "num_experts_per_tok": 2},
+    {"block_type": "attention"},
+    {"block_type": "moe", "n_routed_experts": 8, "num_experts_per_tok": 2},
+]
+
+
+def test_a_config_of_blocks() -> None:
+    config = {"model_type": "nemotron_h_puzzle", "num_hidden_layers": 4, "block_configs": BLOCKS}
+    assert ModelLayout.from_config(config) == ModelLayout((1, 3), 4, 8, 2)
+
+
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_experts_per_tok"])
+@pytest.mark.parametrize("given", [{}, {"n_routed_experts": 8, "num_experts_per_tok": 2}])
+@pytest.mark.parametrize("form", ["block_configs", "per_layer_config"])
+def test_layers_of_different_widths_have_no_layout(key: str, given: Config, form: str) -> None:
+    blocks: Any = [*BLOCKS[:3], {**BLOCKS[3], key: 4}]
+    types = [block["block_type"] for block in blocks]
+    config = {"num_hidden_layers": 4, "layers_block_type": types, **given}
+    if form == "per_layer_config":
+        blocks = {str(i): block for i, block in enumerate(blocks)}
+    with pytest.raises(ModelNotSupported, match="the same for all layers") as error:
+        ModelLayout.from_config({**config, form: blocks})
+    assert key in error.value.field.split(" | ")
 
 
 def test_nemotron_h_without_moe_layers_says_so() -> None:

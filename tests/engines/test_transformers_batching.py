@@ -23,7 +23,7 @@ from routetrace.client import RouteClient
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.testing import run_server
 from support.models.routing_truth import RecordingAgent, Truth, assert_no_hooks, padded, reforward
-from support.models.tiny_models import EOS, PAD, PAGE_SIZE, paging, tiny_model
+from support.models.tiny_models import EOS, PAD, page_size_name, paging, tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +161,7 @@ def test_through_a_real_server() -> None:
     [
         ("use_cuda_graph", {"use_cuda_graph": True, "page_size": 4}),
         ("use_async_batching", {"use_async_batching": True, "page_size": 4}),
-        (PAGE_SIZE, {"page_size": 8}),
+        (page_size_name(), {"page_size": 8}),
         ("agent.config.num_blocks", {"page_size": 4, "num_blocks": 200, "max_batch_tokens": 8}),
     ],
 )
@@ -176,6 +176,16 @@ def test_what_continuous_batching_refuses(field: str, config: dict[str, Any]) ->
             continuous_batching_config=paging(**config),
         )
     assert caught.value.field == field
+    assert_no_hooks(model)
+
+
+def test_a_version_without_an_option_that_has_to_be_off_is_refused() -> None:
+    model, layout = tiny_model("qwen3_moe")
+    capture = TransformersCapture(model, RecordingAgent(layout), layout=layout)
+    config = SimpleNamespace(**vars(paging(page_size=4)))
+    del config.use_cuda_graph
+    with pytest.raises(InvalidArgument, match=r"use_cuda_graph is no option .*; pin a version"):
+        capture.generate_batch(BATCH, request_ids=BATCH_IDS, continuous_batching_config=config)
     assert_no_hooks(model)
 
 
@@ -286,7 +296,9 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind() -> None:
     [("page_size", {"page_size": 8, "block_size": None}), ("block_size", {"block_size": 8})],
 )
 def test_the_page_size_has_two_names(field: str, options: dict[str, Any]) -> None:
-    config = SimpleNamespace(**options, allow_block_sharing=True)
+    config = SimpleNamespace(**{**vars(paging(page_size=4)), **options})
+    if field == "block_size" and hasattr(config, "page_size"):
+        del config.page_size
     assert batching_config(config, 8).allow_block_sharing
     assert not batching_config(config, 0).allow_block_sharing
     with pytest.raises(InvalidArgument) as caught:

@@ -510,10 +510,25 @@ def test_layers_that_cannot_be_captured_are_named() -> None:
     with pytest.raises(InvalidArgument, match=r"layer_ids is \[2\]"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
     wrong = ModelLayout((0, 2), 3, 2, 2)
-    with pytest.raises(InvalidArgument, match=r"ids in \[0, 2\)"):
+    with pytest.raises(InvalidArgument, match=r"layers.0 is .* of 8 experts; expected 2 experts"):
         TransformersCapture(model, RecordingAgent(wrong), layout=wrong)
     with pytest.raises(InvalidArgument, match="layout"):
         TransformersCapture(model, RecordingAgent(wrong))
+    assert_no_hooks(model)
+
+
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_a_layer_with_another_top_k_is_refused(top_k: int) -> None:
+    model, layout = tiny_model("qwen3_moe", seed=1)
+    gate = model.model.layers[1].mlp.gate
+    gate.top_k = top_k
+    try:
+        with pytest.raises(
+            InvalidArgument, match=rf"layers.1 is .*, which chooses {top_k}; expected 4 for each"
+        ):
+            TransformersCapture(model, RecordingAgent(layout), layout=layout)
+    finally:
+        gate.top_k = layout.top_k
     assert_no_hooks(model)
 
 
@@ -546,7 +561,7 @@ def test_routers_under_another_name_are_read_from_the_call_of_the_experts() -> N
         np.testing.assert_array_equal(agent.trace(request_id), rows)
 
 
-@pytest.mark.parametrize("how", ["in parts", "twice"])
+@pytest.mark.parametrize("how", ["in parts", "twice", "more experts", "fewer experts"])
 def test_a_layer_that_routes_otherwise_is_invalid_and_not_wrong(how: str) -> None:
     model, layout = tiny_model("qwen3_moe", seed=1)
     agent = RecordingAgent(layout)
@@ -555,17 +570,25 @@ def test_a_layer_that_routes_otherwise_is_invalid_and_not_wrong(how: str) -> Non
     whole = block.forward
     if how == "in parts":
         block.forward = lambda x: torch.cat([whole(part) for part in x.split(1, dim=0)])
-    else:
+    elif how == "twice":
         block.forward = lambda x: (whole(x), whole(x.flip(0)))[0]
+    else:
+        block.gate.top_k = 6 if how == "more experts" else 2
     try:
         capture.generate(*padded(PROMPTS), request_ids=IDS, max_new_tokens=3, do_sample=False)
+        if "experts" in how:
+            layout = layout.select((0,))  # behind the layer the truth would be cut, too
+        else:
+            del block.forward
+        for request_id in IDS:
+            rows = agent.trace(request_id)
+            expected = reforward(model, layout, agent.requests[request_id].tokens)
+            assert not rows[:, 1].any(), "all ids 0 mark an invalid cell"
+            columns = list(layout.layer_ids) if "experts" in how else [0, 2]
+            np.testing.assert_array_equal(rows[:, columns], expected[:, columns])
     finally:
-        del block.forward
-    for request_id in IDS:
-        rows = agent.trace(request_id)
-        expected = reforward(model, layout, agent.requests[request_id].tokens)
-        assert not rows[:, 1].any(), "all ids 0 mark an invalid cell"
-        np.testing.assert_array_equal(rows[:, [0, 2]], expected[:, [0, 2]])
+        vars(block).pop("forward", None)
+        block.gate.top_k = 4
 
 
 @pytest.mark.parametrize("method", ["step", "finish"])

@@ -176,7 +176,10 @@ def test_allowed_versions_are_those_of_the_package():
     assert row("protobuf")[0] == "4.25 to 7"
     assert row("Python")[0] == f"{project['requires-python'].removeprefix('>=')} and newer"
     (transformers,) = (n for n in project["optional-dependencies"]["dev"] if "transformers" in n)
-    assert row("Transformers")[0] == f"{transformers.removeprefix('transformers>=')} and newer"
+    floor = f"{transformers.removeprefix('transformers>=')} and newer"
+    assert row("Transformers: capture")[0].startswith(floor)
+    oldest = setting("REPLAY").split()[0]
+    assert row("Transformers: replay")[0] == f"{oldest.removesuffix('.0')} and newer"
 
 
 def test_tested_versions_are_those_of_the_tests():
@@ -186,9 +189,14 @@ def test_tested_versions_are_those_of_the_tests():
     constraints = (ROOT / "constraints" / "dev.txt").read_text("utf-8")
     # Older Pythons come first.
     pins = re.findall(r"^transformers==([\d.]+)", constraints, re.M)[-1:]
-    for name in ("vLLM", "SGLang", "Transformers"):
-        more = pins if name == "Transformers" else ()
-        versions = ", ".join((*setting(name.upper()).split(), *more))
+    captured = (*setting("TRANSFORMERS").split(), *pins)
+    for name, tested in (
+        ("vLLM", setting("VLLM").split()),
+        ("SGLang", setting("SGLANG").split()),
+        ("Transformers: capture", captured),
+        ("Transformers: replay", (*setting("REPLAY").split(), *captured)),
+    ):
+        versions = ", ".join(tested)
         assert re.match(rf"{re.escape(versions)}(, on the CPU.*)?$", row(name)[1])
     assert row("torch")[1] == f"{setting('TORCH').removeprefix('torch==')}, for the CPU"
     trainers = (ROOT / "scripts" / "trainers_env.sh").read_text("utf-8")

@@ -23,7 +23,13 @@ from routetrace.common.layout import ModelLayout
 from routetrace.trainers.agreement import Agreement, compare
 from routetrace.trainers.diagnosis import diagnose
 from routetrace.trainers.replay import collate, replay
-from support.models.routing_truth import RecordingAgent, Truth, padded, routers
+from support.models.routing_truth import (
+    RecordingAgent,
+    Truth,
+    chosen_again,
+    padded,
+    routers,
+)
 from support.models.tiny_models import FAMILIES, VOCABULARY, tiny_model
 from support.ranks.rank_rows import facts_of, random_choices, rows_of
 
@@ -89,18 +95,11 @@ def test_given_ids_are_used_and_routers_learn(family: str) -> None:
     model, layout = tiny_model(family)
     # Of the same model with other weights: group-limited routers could choose them, too.
     given_ids = routed(*tiny_model(family, seed=1), tokens())
-    outputs: list[Any] = []
-    handles = [
-        router.register_forward_hook(lambda _m, _a, out: outputs.append(out))
-        for router in routers(model, layout)
-    ]
     with (
         Truth(model, layout) as truth,
         replay(model, given_ids, layer_ids=layout.layer_ids, compare=True) as r,
     ):
         model(input_ids=tokens()).logits.pow(2).mean().backward()
-    for handle in handles:
-        handle.remove()
     np.testing.assert_array_equal(truth.rows(0), given_ids)
     assert r.disagreement is not None
     assert 0.5 < r.disagreement <= 1
@@ -108,21 +107,70 @@ def test_given_ids_are_used_and_routers_learn(family: str) -> None:
         grad = router.weight.grad
         assert grad is not None
         assert float(grad.abs().sum()) > 0
-    # The weights are the model's own formula at the given ids.
-    for logits, weights, ids in (out[:3] for out in outputs):
-        scores = logits.float()
-        if family == "gpt_oss":
-            at_ids = scores.gather(1, ids).softmax(dim=-1)
-        elif family in ("deepseek_v3", "glm4_moe"):
-            at_ids = scores.sigmoid().gather(1, ids)
-            at_ids = at_ids / at_ids.sum(dim=-1, keepdim=True) * model.config.routed_scaling_factor
-        else:
-            at_ids = scores.softmax(dim=-1).gather(1, ids)
-            if family == "deepseek_v2":
-                at_ids = at_ids * model.config.routed_scaling_factor
-            elif getattr(model.config, "norm_topk_prob", True):
-                at_ids = at_ids / at_ids.sum(dim=-1, keepdim=True)
-        torch.testing.assert_close(weights, at_ids)
+    for router, hidden, weights, chosen in zip(
+        routers(model, layout), truth.hidden, truth.weights, truth.passes[0], strict=True
+    ):
+        at_ids = weights_at(family, model.config, router, hidden, torch.from_numpy(chosen))
+        torch.testing.assert_close(weights, at_ids.detach())
+
+
+def weights_at(
+    family: str, config: Any, router: Any, hidden: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The weights of these experts by the formula of the family, written out."""
+    bias = router.bias if family == "gpt_oss" else None
+    scores = torch.nn.functional.linear(hidden.flatten(0, -2), router.weight, bias)
+    if family == "gpt_oss":
+        return scores.gather(1, ids).softmax(dim=-1)
+    if family in ("deepseek_v3", "glm4_moe"):
+        at_ids = scores.sigmoid().gather(1, ids)
+        return at_ids / at_ids.sum(dim=-1, keepdim=True) * config.routed_scaling_factor
+    at_ids = scores.softmax(dim=-1).gather(1, ids)
+    if family == "deepseek_v2":
+        return at_ids * config.routed_scaling_factor
+    if getattr(config, "norm_topk_prob", True):  # Mixtral has no such option, and divides
+        return at_ids / at_ids.sum(dim=-1, keepdim=True)
+    return at_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_model_that_has_no_choice(family: str) -> None:
+    model, layout = tiny_model(family)
+    ids = routed(*tiny_model(family, seed=1), tokens())
+
+    def train() -> dict[str, torch.Tensor]:
+        model(input_ids=tokens()).logits.pow(2).mean().backward()
+        return gradients(model)
+
+    with replay(model, ids, layer_ids=layout.layer_ids):
+        found = train()
+
+    def wire(router: Any, experts: Any, block: Any, column: int) -> list[Any]:
+        """Give the experts the ids, and weights that the test computes from the block's input."""
+        inputs: list[torch.Tensor] = []
+        wanted = torch.from_numpy(ids[:, column])
+
+        def of_experts(_module: Any, args: Any) -> Any:
+            weights = weights_at(family, model.config, router, inputs.pop(), wanted)
+            return args[0], wanted, weights
+
+        return [
+            block.register_forward_pre_hook(lambda _module, args: inputs.append(args[0])),
+            experts.register_forward_pre_hook(of_experts),
+        ]
+
+    handles = []
+    for column, router in enumerate(routers(model, layout)):
+        block = model.model.layers[layout.layer_ids[column]].mlp
+        handles += wire(router, block.experts, block, column)
+    expected = train()
+    for handle in handles:
+        handle.remove()
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -175,11 +223,6 @@ def test_the_model_s_own_router_decides_where_the_mask_is_false(
     valid = rng.random(shape) < 0.6
     ids[~valid] = -7  # padding of whatever kind
     mask = np.broadcast_to(valid if by_layer else valid[:, None], ids.shape[:2])
-    seen: list[tuple[Any, ...]] = []
-    handles = [
-        router.register_forward_pre_hook(lambda _m, args: seen.append(args))
-        for router in routers(model, layout)
-    ]
     batch = ids.reshape(BATCH, SEQ, *ids.shape[1:])
     batch_valid = torch.from_numpy(valid.reshape(BATCH, SEQ, *valid.shape[1:]))
     with (
@@ -188,13 +231,7 @@ def test_the_model_s_own_router_decides_where_the_mask_is_false(
         replay(model, batch, layer_ids=layout.layer_ids, valid=batch_valid, compare=True) as r,
     ):
         model(input_ids=tokens())
-    for handle in handles:
-        handle.remove()
-    with torch.no_grad():
-        live = np.stack(
-            [router(*args)[2] for router, args in zip(routers(model, layout), seen, strict=True)],
-            axis=1,
-        )
+    live = chosen_again(model, layout, truth.hidden)
     used = truth.rows(0)
     np.testing.assert_array_equal(used[mask], ids[mask])
     np.testing.assert_array_equal(used[~mask], live[~mask])
@@ -244,11 +281,6 @@ def test_rows_of_a_plan_are_used_where_they_are_valid(family: str, packed: bool)
     assert 0 < rows.valid.mean() < 0.6
     before = rows.topk_ids.copy()
     input_ids = tokens().reshape(1, -1) if packed else tokens()
-    seen: list[tuple[Any, ...]] = []
-    handles = [
-        router.register_forward_pre_hook(lambda _m, args: seen.append(args))
-        for router in routers(model, layout)
-    ]
     with (
         torch.no_grad(),
         Truth(model, layout) as truth,
@@ -258,14 +290,8 @@ def test_rows_of_a_plan_are_used_where_they_are_valid(family: str, packed: bool)
         assert r.trainer_ids is None
         assert r.agreement == Agreement()
         for ids in (input_ids.flip(-1), input_ids):  # the latest pass counts
-            seen.clear()
             model(input_ids=ids)
-    for handle in handles:
-        handle.remove()
-    with torch.no_grad():
-        live = np.stack(
-            [router(*args)[2] for router, args in zip(routers(model, layout), seen, strict=True)]
-        )
+    live = chosen_again(model, layout, truth.hidden).transpose(1, 0, 2)
     used = truth.rows(1).transpose(1, 0, 2)
     valid = rows.valid
     # Group-limited routers are made to choose what they could not.

@@ -47,55 +47,103 @@ class Given:
 
 
 class Forcer:
-    """Forward hooks that make one router choose the given ids.
+    """Stand-in for the function that chooses the experts of one layer.
 
     Args:
-        router: the router of a MoE layer.
-        layer: its absolute layer id.
+        owner: the module whose function chooses.
+        name: name of the function, such as `forward` of a router.
+        layer: absolute layer id.
         num_experts: experts of the layer.
         given: ids of all layers.
         column: index of this layer in `given`.
-        compare: keep the router's own choice as `live`; "only": replay nothing.
+        compare: keep the layer's own choice as `live`; "only": replay nothing.
     """
 
     def __init__(
         self,
-        router: nn.Module,
+        owner: nn.Module,
+        name: str,
         layer: int,
         num_experts: int,
         given: Given,
         column: int,
         compare: Compare,
     ) -> None:
-        ids, valid = (part[column] for part in given.source)
-        self.router = router
+        self.owner = owner
         self.layer = layer
         self.live: torch.Tensor | None = None
+        self.has_run = False
+        self._name = name
         self._given = given
         self._column = column
-        self.ids, self.valid = ids, valid
+        self.ids, self.valid = (part[column] for part in given.source)
         self._compare = compare
         self._num_experts = num_experts
-        # Group-limited routers first choose groups of experts.
-        self._num_groups = int(getattr(router, "num_group", 0) or 0)
-        self._topk_group = int(getattr(router, "topk_group", 0) or 0)
-        self._mode: _AnswerTopK | None = None
+        self._before: Any = None
+        self._original: Any = None
+        self._outer: Forcer | None = None
 
-    def before(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def attach(self) -> None:
+        """Take the place of the function."""
+        # An attribute of the module itself hides the method of its class.
+        self._before = vars(self.owner).get(self._name)
+        current = getattr(self.owner, self._name)
+        holder = current.__self__ if hasattr(current, "__self__") else None
+        self._outer = holder if isinstance(holder, Forcer) else None  # of a block around this one
+        self._original = self._outer._original if self._outer else current
+        vars(self.owner)[self._name] = self._choose
+
+    def detach(self) -> None:
+        """Put the function back."""
+        if self._before is None:
+            del vars(self.owner)[self._name]
+        else:
+            vars(self.owner)[self._name] = self._before
+
+    def _choose(self, *args: Any, **kwargs: Any) -> Any:
+        replaced: Forcer | None = self
+        while replaced is not None:
+            replaced.has_run, replaced = True, replaced._outer
         device = args[0].device if args else next(iter(kwargs.values())).device
         self.ids, self.valid = (part[self._column] for part in self._given.on(device))
-        if self._compare == "only":
-            return
         if self._compare:
-            with torch.no_grad():
-                live = _index_tensor(router.forward(*args, **kwargs))
-            self._keep(live)
-        self._mode = _AnswerTopK(self, self._wide(), self.valid)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+            with (
+                _TopK(self) as watched,
+                torch.set_grad_enabled(self._compare == "only" and torch.is_grad_enabled()),
+            ):
+                output = self._original(*args, **kwargs)
+            self._keep(output, watched)
+            if self._compare == "only":
+                return output
+        with _TopK(self, self._wide()) as forced:
+            output = self._original(*args, **kwargs)
+        # Hash routers look experts up without topk; their ids must equal the given ones.
+        if len(forced.chosen) != 1 and (forced.chosen or not self._agrees(output)):
+            raise self._unlike(forced)
+        return output
 
-    def _keep(self, live: torch.Tensor | None) -> None:
-        if live is not None and live.shape == self.ids.shape:
-            self.live = live.to(self.ids.dtype)
+    def _keep(self, output: Any, watched: _TopK) -> None:
+        live = _index_tensor(output)
+        if live is None and len(watched.chosen) == 1:  # Llama 4 returns scores alone
+            live = watched.chosen[0]
+        if live is None:
+            raise self._unlike(watched)
+        self.fitting(live)
+        if live.shape != self.ids.shape:
+            raise self._unlike(watched)
+        self.live = live.to(self.ids.dtype)
+
+    def _unlike(self, topk: _TopK) -> InvalidArgument:
+        calls = f" (of topk at all: {', '.join(topk.seen)})" if topk.seen else ""
+        return InvalidArgument(
+            field=f"layers.{self.layer}",
+            value=f"{type(self.owner).__name__} with {len(topk.chosen)} calls of topk over "
+            f"experts{calls}",
+            expected=f"a router that chooses {self.ids.shape[1]} of {self._num_experts} by one "
+            "call of topk, or chooses the given experts",
+            remedy="use a layout and a version of transformers that fit the model: see the "
+            "documentation of trainers",
+        )
 
     def _wide(self) -> torch.Tensor:
         """Return the ids as int64, 0 where not valid."""
@@ -104,79 +152,84 @@ class Forcer:
             ids &= 0xFFFF
         return ids.masked_fill_(~self.valid[:, None], 0)
 
-    def after(self, _router: nn.Module, _args: Any, output: Any) -> None:
-        mode, self._mode = self._mode, None
-        if mode is None:
-            if output is not None and self._compare == "only":
-                self._keep(self._fitting(_index_tensor(output)))
-            return
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        # Hash routers look experts up without topk; their ids must equal the given ones.
-        if output is not None and mode.hits != 1 and not (mode.hits == 0 and self._agrees(output)):
-            raise InvalidArgument(
-                field=f"layers.{self.layer}",
-                value=f"{type(self.router).__name__} with {mode.hits} calls of topk over experts",
-                expected="a router that chooses by one call of topk, or chooses the given experts",
-            )
-
     def _agrees(self, output: Any) -> bool:
         ids = _index_tensor(output)
         if ids is None or ids.shape != self.ids.shape:
             return False
         return bool(((ids == self._wide()) | ~self.valid[:, None]).all())
 
-    def answers(self, scores: torch.Tensor, k: int, ids: torch.Tensor) -> bool:
-        """Return whether topk(scores, k) is the call that chooses experts."""
-        if scores.dim() != 2 or scores.shape[1] != self._num_experts or k != ids.shape[1]:
+    def chooses(self, scores: torch.Tensor, k: int, dim: int) -> bool:
+        """Return whether topk(scores, k, dim) is the call that chooses experts."""
+        if scores.dim() != 2 or dim not in (1, -1):
             return False
-        self._fitting(scores)
+        if (scores.shape[1], k) != (self._num_experts, self.ids.shape[1]):
+            return False
+        self.fitting(scores)
         return True
 
-    def _fitting(self, of_pass: torch.Tensor | None) -> torch.Tensor | None:
-        if of_pass is not None and len(of_pass) != len(self.ids):
+    def fitting(self, of_pass: torch.Tensor) -> None:
+        """Refuse another number of tokens."""
+        if len(of_pass) != len(self.ids):
             raise InvalidArgument(
                 field="topk_ids",
                 value=f"{len(self.ids)} tokens",
                 expected=f"{len(of_pass)} tokens, as in the pass",
             )
-        return of_pass
 
     def needed_groups(self, scores: torch.Tensor, k: int, ids: torch.Tensor) -> Any:
-        """Return groups [tokens, groups] of the ids if topk(scores, k) chooses groups."""
-        groups = self._num_groups
-        if scores.dim() != 2 or groups < 2 or scores.shape[1] != groups or k != self._topk_group:
+        """Return groups [tokens, groups] of the ids if topk(scores, k) chooses groups.
+
+        Group-limited routers first choose groups of experts. Versions name the groups differently;
+        their number shows in the scores.
+        """
+        if scores.dim() != 2 or len(scores) != len(ids):
+            return None
+        groups = scores.shape[1]
+        if not k < groups < self._num_experts or self._num_experts % groups:
             return None
         group = ids // (self._num_experts // groups)
         needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, group, True)
         return needed & self.valid[:, None]
 
 
-class _AnswerTopK(TorchFunctionMode):
-    """Replace the result of a router's topk; pass every other function through."""
+class _TopK(TorchFunctionMode):
+    """Keep the choices of a router's topk, and replace them by ids if there are any.
 
-    def __init__(self, forcer: Forcer, ids: torch.Tensor, valid: torch.Tensor) -> None:
+    Every other function passes through.
+    """
+
+    def __init__(self, forcer: Forcer, ids: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.hits = 0
+        self.chosen: list[torch.Tensor] = []
+        """The model's own choice of experts of each call over experts."""
+        self.seen: list[str] = []
+        """The calls of topk, in words."""
         self._forcer = forcer
         self._ids = ids
-        self._valid = valid
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func not in _TOPK:
-            return func(*args, **kwargs)
-        scores = args[0] if args else kwargs["input"]
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        if self._forcer.answers(scores, k, self._ids):
-            self.hits += 1
-            live = func(*args, **kwargs).indices
-            ids = torch.where(self._valid[:, None], self._ids, live)
+            return result
+        scores, k, dim = (
+            args[i] if i < len(args) else kwargs.get(name, -1)
+            for i, name in enumerate(("input", "k", "dim"))
+        )
+        self.seen.append(f"{k} of {scores.shape[dim]}")
+        if self._forcer.chooses(scores, k, dim):
+            self.chosen.append(result.indices)
+            if self._ids is None:
+                return result
+            ids = torch.where(self._forcer.valid[:, None], self._ids, result.indices)
         else:
-            needed = self._forcer.needed_groups(scores, k, self._ids)
+            needed = None
+            if self._ids is not None:
+                needed = self._forcer.needed_groups(scores, k, self._ids)
             if needed is None:
-                return func(*args, **kwargs)
+                return result
             # Experts outside the chosen groups would lose their scores.
             ids = scores.detach().masked_fill(needed, torch.inf).topk(k, dim=-1).indices
         return torch.return_types.topk((scores.gather(-1, ids), ids))

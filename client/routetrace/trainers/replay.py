@@ -6,18 +6,18 @@
         loss = loss_of(model(input_ids, attention_mask=mask))
         loss.backward()
 
-Only the choice is replayed. While a router runs, its call of `topk` that chooses experts returns
-the given ids and the scores at them. The router still computes the scores (softmax before or after,
-sigmoid, bias, normalisation, scaling), so gradients reach it through them.
+Only the choice is replayed. While a router runs, or the function of the block around it that
+chooses in its place, the call of `topk` that chooses experts returns the given ids and the scores
+at them. Scores are still computed (softmax before or after, sigmoid, bias, normalisation,
+scaling), so gradients reach the router through them.
 
 The backward pass belongs inside the block, as activation checkpointing reruns the routers there.
-Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. Compiled models are not
-supported, since the routers of a compiled model do not run hooks.
+Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. A block compiles compiled
+models again.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -32,12 +32,10 @@ from routetrace.client.rows import Rows
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
+from routetrace.trainers._choosers import choosers_of
 from routetrace.trainers._force import Compare, Forcer, Given
 from routetrace.trainers._inputs import Inputs
 from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
-
-# Name of a module of decoder layer <i> within the decoder.
-_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
 
 Ids = torch.Tensor | npt.NDArray[Any]
 
@@ -115,7 +113,7 @@ def replay(
             field="model", value=kind_of(model), expected="a transformers MoE model"
         )
     layout = ModelLayout.from_config(config) if layout is None else layout
-    routers = _routers(model, layout)
+    choosers = choosers_of(model, layout)
     rows = topk_ids if isinstance(topk_ids, Rows) else None
     if rows is not None:
         for name, value in (("layer_ids", layer_ids), ("valid", valid)):
@@ -130,18 +128,18 @@ def replay(
             remedy="use client.fetch(plan), or collate(traces, ...)",
         )
     columns = [] if layer_ids is None else list(layer_ids)
-    if sorted(columns) != sorted(routers):
+    if sorted(columns) != sorted(choosers):
         raise InvalidArgument(
             field="layer_ids",
             value=columns,
-            expected=f"the layers of the model's {len(routers)} routers, {sorted(routers)}",
+            expected=f"the layers of the model's {len(choosers)} routers, {sorted(choosers)}",
         )
     if isinstance(topk_ids, Rows):
         given = _of_rows(layout, topk_ids)
     else:
         given = _of_arrays(layout, topk_ids, columns, valid)
     forcers = [
-        Forcer(routers[layer], layer, layout.num_experts, given, column, compare)
+        Forcer(*choosers[layer], layer, layout.num_experts, given, column, compare)
         for column, layer in enumerate(columns)
     ]
     return Replay(model, given, forcers, rows)
@@ -159,16 +157,30 @@ class Replay:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Replay:
+        decoder = self._model.get_decoder()
         if self._inputs and isinstance(self._model, nn.Module):
-            decoder: Any = self._model.get_decoder
-            self._handles += self._inputs.watch(self._model, decoder())
+            self._handles += self._inputs.watch(self._model, decoder)
+        self._handles += [
+            decoder.register_forward_pre_hook(self._before_pass),
+            decoder.register_forward_hook(self._after_pass),
+        ]
         for forcer in self._forcers:
-            self._handles += [
-                forcer.router.register_forward_pre_hook(forcer.before, with_kwargs=True),
-                # Also after an exception, which usually ends recomputation early.
-                forcer.router.register_forward_hook(forcer.after, always_call=True),
-            ]
+            forcer.attach()
         return self
+
+    def _before_pass(self, *_: Any) -> None:
+        for forcer in self._forcers:
+            forcer.has_run = False
+
+    def _after_pass(self, *_: Any) -> None:
+        skipped = [forcer.layer for forcer in self._forcers if not forcer.has_run]
+        if skipped:
+            raise InvalidArgument(
+                field="model",
+                value=f"{type(self._model).__name__}: the routers of layers {skipped} did not run",
+                expected="each router to run in each pass",
+                remedy="replay in a model whose layers have the library's own forward functions",
+            )
 
     def __exit__(
         self,
@@ -176,6 +188,8 @@ class Replay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        for forcer in self._forcers:
+            forcer.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -229,33 +243,6 @@ class Replay:
         Covers the latest pass; None without `compare` or before a pass. Waits for the device.
         """
         return self.agreement.disagreement
-
-
-def _routers(model: Any, layout: ModelLayout) -> dict[int, nn.Module]:
-    """Return the router of each MoE layer by absolute layer id."""
-    found: dict[int, nn.Module] = {}
-    for ending in ("router", "gate"):
-        seen = set(found)
-        for name, module in model.get_decoder().named_modules():
-            match = _LAYER.match(name)
-            if match is None or not type(module).__name__.lower().endswith(ending):
-                continue
-            layer = int(match[1])
-            # MTP layers are numbered after the decoder layers, or have another name.
-            if layer in layout.moe_layer_ids and layer not in seen and "mtp" not in name.lower():
-                if layer in found:
-                    raise InvalidArgument(
-                        field=f"layers.{layer}", value=name, expected="one router in the layer"
-                    )
-                found[layer] = module
-    missing = sorted(set(layout.moe_layer_ids) - set(found))
-    if missing:
-        raise InvalidArgument(
-            field="model",
-            value=type(model).__name__,
-            expected=f"a model with a router on each MoE layer; none found on layers {missing}",
-        )
-    return found
 
 
 def _of_rows(layout: ModelLayout, rows: Rows) -> Given:

@@ -3,7 +3,8 @@
 The expert count and the top-k have one meaning and many names. A config names its MoE layers in one
 of these ways; the most explicit one wins:
 
-1. a type for each layer (`mlp_layer_types`, `layers_block_type`, `hybrid_override_pattern`);
+1. a type for each layer (`mlp_layer_types`, `layers_block_type`, `hybrid_override_pattern`,
+   `block_configs`);
 2. the ids of the MoE layers (`moe_layers`, `moe_layers_enum`, `moe_layer_list`);
 3. conditions on the layer's index, all of which must hold (`first_k_dense_replace`,
    `moe_layer_freq`, `decoder_sparse_step`, `mlp_only_layers`, ...);
@@ -15,6 +16,7 @@ MTP layers come after the decoder layers and are never part of a layout. Hash-ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -55,6 +57,7 @@ _TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "layers_block_type": (frozenset({"moe"}), frozenset({"mlp"})),
     "layer_types": (frozenset({"moe"}), frozenset({"mlp"})),
     "hybrid_override_pattern": (frozenset("E"), frozenset("-")),
+    "block_configs": (frozenset({"moe"}), frozenset({"mlp"})),  # Nemotron-H Puzzle
 }
 _IDS = ("moe_layers", "moe_layers_enum", "moe_layer_list")
 
@@ -117,10 +120,10 @@ class Routing(NamedTuple):
 
 def routing_of(config: object) -> Routing:
     """Return the numbers of all MoE layers of a model; see `ModelLayout.from_config`."""
-    text, is_moe = _language_model(_mapping("config", config))
+    text = _language_model(_mapping("config", config))
     switch = next((key for key in _SWITCHES if text.get(key) is False), None)
-    if not is_moe or switch is not None:
-        raise _not_moe(_NUM_EXPERTS if switch is None else (switch,), text)
+    if switch is not None:
+        raise _not_moe((switch,), text)
     num_experts = _number(text, _NUM_EXPERTS, 0)
     if num_experts <= 1:
         raise _not_moe(_NUM_EXPERTS, text)
@@ -164,13 +167,10 @@ def _sections(config: _Config) -> Iterator[_Config]:
     yield config
 
 
-def _language_model(config: _Config) -> tuple[_Config, bool]:
-    """Return the innermost config with experts, else the innermost; and whether it has them."""
+def _language_model(config: _Config) -> _Config:
+    """Return the innermost config with experts, else the innermost."""
     sections = list(_sections(config))
-    for section in sections:
-        if _given(section, _NUM_EXPERTS):
-            return section, True
-    return sections[0], False
+    return next((section for section in sections if _found(section, _NUM_EXPERTS, 0)), sections[0])
 
 
 def _given(config: _Config, keys: tuple[str, ...]) -> list[str]:
@@ -197,15 +197,16 @@ def _integers(key: str, value: object, least: int) -> list[int]:
     return values
 
 
-def _number(config: _Config, keys: tuple[str, ...], least: int) -> int:
-    """Return the number that all given keys agree on.
+def _found(config: _Config, keys: tuple[str, ...], least: int) -> dict[str, list[int]]:
+    """Return all numbers that a config gives for these keys, for all layers and modalities.
 
-    A list has one entry per layer (Hunyuan) or modality (Ernie), and `per_layer_config` overrides
-    single layers; a layout has one number for all of them.
+    A list has one entry per layer (Hunyuan) or modality (Ernie); `per_layer_config` and
+    `block_configs` (Nemotron-H Puzzle) have single layers.
     """
-    names = " | ".join(keys)
     overrides = config.get("per_layer_config")
     layers = list(overrides.values()) if isinstance(overrides, Mapping) else []
+    blocks = config.get("block_configs")
+    layers += blocks if isinstance(blocks, (list, tuple)) else []
     sources = [config, *(layer for layer in layers if isinstance(layer, Mapping))]
     found = {
         key: [
@@ -216,14 +217,45 @@ def _number(config: _Config, keys: tuple[str, ...], least: int) -> int:
         ]
         for key in keys
     }
+    return {key: numbers for key, numbers in found.items() if numbers}
+
+
+def _number(config: _Config, keys: tuple[str, ...], least: int) -> int:
+    """Return the number that all given keys agree on, for all layers and modalities."""
+    found = _found(config, keys, least)
+    if not found:
+        raise _not_known(keys, config)
     numbers = {number for values in found.values() for number in values}
     if len(numbers) != 1:
         raise ModelNotSupported(
-            field=names,
-            value={key: values for key, values in found.items() if values} or "absent",
+            field=" | ".join(keys),
+            value=found,
             expected="one number, the same for all layers and modalities",
         )
     return numbers.pop()
+
+
+def _not_known(keys: tuple[str, ...], config: _Config) -> ModelNotSupported:
+    """Return the error for a config without any of the names that are known for a number."""
+    names, model = " | ".join(keys), config.get("model_type")
+    known = {*_NUM_EXPERTS, *_TOP_K, *_NUM_LAYERS, *_CONDITIONS, *_TYPES, *_IDS}
+    others = [
+        f"{key} = {value}"
+        for key, value in config.items()
+        if isinstance(key, str) and re.search("expert|moe|top_?k", key) and key not in known
+        if isinstance(value, int) and not isinstance(value, bool)
+    ]
+    value = f"absent, beside {', '.join(others)}" if others else "absent"
+    expected = "one of these names; others are not known"
+    remedy = "make a ModelLayout of the numbers of the model; a dense model has none"
+    return ModelNotSupported(
+        f"no known name in the config{f' ({quoted(model)})' if model else ''}: looked for {names}, "
+        f"found {value}; expected {expected}; {remedy}",
+        field=names,
+        value=value,
+        expected=expected,
+        remedy=remedy,
+    )
 
 
 def _moe_layers(config: _Config) -> tuple[int, list[int]]:
@@ -269,6 +301,8 @@ def _moe_layers(config: _Config) -> tuple[int, list[int]]:
 def _by_type(config: _Config, count: int) -> tuple[str, list[int]] | None:
     for key in _given(config, tuple(_TYPES)):
         types, (moe, dense) = config[key], _TYPES[key]
+        if key == "block_configs" and isinstance(types, (list, tuple)):
+            types = [b.get("block_type") if isinstance(b, Mapping) else b for b in types]
         if not isinstance(types, (list, tuple, str)):
             types = ()
         known = [word for word in types if isinstance(word, str) and word in moe | dense]

@@ -158,31 +158,54 @@ class RecordingAgent:
         return np.array([told.rows[i] for i in range(told.num_tokens - 1)])
 
 
-def routers(model: Any, layout: ModelLayout) -> list[torch.nn.Module]:
+def _of_layers(model: Any, layout: ModelLayout, name: str) -> list[torch.nn.Module]:
     found = {}
-    for name, module in model.named_modules():
-        match = re.search(r"layers\.(\d+)\.mlp\.(gate|router)$", name)
+    for path, module in model.named_modules():
+        match = re.search(rf"layers\.(\d+)\.{name}$", path)
         if match and int(match[1]) in layout.layer_ids:
             found[int(match[1])] = module
     return [found[layer] for layer in layout.layer_ids]
 
 
+def routers(model: Any, layout: ModelLayout) -> list[torch.nn.Module]:
+    return _of_layers(model, layout, r"mlp\.(gate|router)")
+
+
 class Truth:
-    """Records what every router returns, pass by pass."""
+    """Records which experts every layer is made to use, pass by pass: what its experts are given.
+
+    That call is the same in all versions of the library, where routers and the blocks around them
+    divide the choice in several ways.
+    """
 
     def __init__(self, model: Any, layout: ModelLayout) -> None:
         self.passes: list[list[np.ndarray]] = []
         self.fed: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+        """Of each layer of the latest pass: the weights of its experts."""
+        self.hidden: list[torch.Tensor] = []
+        """The same: the input of its block."""
         self._handles = [model.register_forward_pre_hook(self._start, with_kwargs=True)]
-        for router in routers(model, layout):
-            self._handles.append(router.register_forward_hook(self._ids))
+        for block in _of_layers(model, layout, "mlp"):
+            self._handles.append(block.register_forward_pre_hook(self._input, with_kwargs=True))
+        for experts in _of_layers(model, layout, r"mlp\.experts"):
+            self._handles.append(experts.register_forward_pre_hook(self._ids, with_kwargs=True))
 
     def _start(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        self.passes.append([])
+        self.begin()
         self.fed.append(kwargs["input_ids"].clone())
 
-    def _ids(self, _module: Any, _args: Any, output: Any) -> None:
-        self.passes[-1].append(output[2].numpy().copy())
+    def begin(self) -> None:
+        self.passes.append([])
+        self.weights, self.hidden = [], []
+
+    def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.hidden.append([*args, *kwargs.values()][0].detach())
+
+    def _ids(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        _, ids, weights = (*args, *kwargs.values())
+        self.passes[-1].append(ids.numpy().copy())
+        self.weights.append(weights.detach())
 
     def __enter__(self) -> Truth:
         return self
@@ -207,6 +230,15 @@ class Truth:
                         found[b][len(found[b])] = rows[b, c - column]
             column += count
         return found
+
+
+def chosen_again(model: Any, layout: ModelLayout, hidden: list[torch.Tensor]) -> np.ndarray:
+    """The ids [tokens, L, K] that the layers themselves choose for these inputs of their blocks."""
+    with Truth(model, layout) as truth, torch.no_grad():
+        truth.begin()
+        for block, given in zip(_of_layers(model, layout, "mlp"), hidden, strict=True):
+            block(given)
+    return truth.rows(0)
 
 
 def reforward(model: Any, layout: ModelLayout, tokens: list[int]) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 from routetrace.common.layout import ModelLayout
 
@@ -53,6 +54,7 @@ _MLA: dict[str, Any] = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+_V2_HAS_GROUPS = hasattr(modeling_deepseek_v2, "DeepseekV2TopkRouter")
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 
 #: name -> (class prefix, config, MoE layers, experts, top-k). The last three are written out by
@@ -118,7 +120,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
             "n_routed_experts": 16,
             "num_experts_per_tok": 4,
             "first_k_dense_replace": 1,
-            "topk_method": "group_limited_greedy",
+            # In 5.3 to 5.10 the library itself raises an AttributeError for groups.
+            "topk_method": "group_limited_greedy" if _V2_HAS_GROUPS else "greedy",
             "norm_topk_prob": False,
         },
         (1, 2),
@@ -179,18 +182,15 @@ def _tiny_model(name: str, seed: int, wide: bool) -> tuple[Any, ModelLayout]:
     return model, layout
 
 
+def page_size_name() -> str:
+    """What `ContinuousBatchingConfig` calls the tokens of a page."""
+    names = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    return "page_size" if "page_size" in names else "block_size"
+
+
 def paging(*, page_size: int, **options: Any) -> Any:
     """A `ContinuousBatchingConfig`, in the words of this version of the library."""
-    kind = transformers.ContinuousBatchingConfig
-    return kind(**{PAGE_SIZE: page_size}, **options)
-
-
-#: What `ContinuousBatchingConfig` calls the tokens of a page.
-PAGE_SIZE = (
-    "page_size"
-    if "page_size" in inspect.signature(transformers.ContinuousBatchingConfig).parameters
-    else "block_size"
-)
+    return transformers.ContinuousBatchingConfig(**{page_size_name(): page_size}, **options)
 
 
 @contextlib.contextmanager

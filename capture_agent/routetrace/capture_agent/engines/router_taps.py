@@ -2,7 +2,8 @@
 
 The library is not edited. Ids are read from the output of a layer's router where it returns them
 (in almost all families, as an integer tensor beside logits and weights), otherwise from the call
-of the layer's experts. A pass over two tokens proves each hook before anything is captured.
+of the layer's experts, or from scores that are 0 except for the chosen experts (Llama 4). A pass
+over two tokens proves each hook before anything is captured.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from routetrace.common.layout import ModelLayout
 
 logger = logging.getLogger(__name__)
 
-# A module of decoder layer <i>, by its name below the decoder.
-_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
+# A module of decoder layer <i>, by its name below the decoder. `get_decoder` of Llama 4 returns the
+# causal model, one level above.
+_LAYER = re.compile(r"(?:model\.)?(?:layers|blocks|h)\.(\d+)\.")
 _ROUTERS = ("router", "gate")
 _EXPERTS = ("experts",)
 _PROBE_TOKENS = 2
@@ -86,7 +88,7 @@ class RouterTaps:
     """
 
     def __init__(self, model: Any, layout: ModelLayout) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
+        if model.config.is_encoder_decoder:
             raise InvalidArgument(
                 field="model", value=type(model).__name__, expected="a decoder-only model"
             )
@@ -196,7 +198,7 @@ class RouterTaps:
     def _capture(self, column: int, values: Iterable[object]) -> None:
         if self._num_tokens is None or self._capturer is None:
             return  # a module called outside a pass of the model
-        ids = _expert_ids(values, self._num_tokens, self._layout.top_k)
+        ids = _expert_ids(values, self._num_tokens, self._layout)
         if ids is None or column in self._seen:
             # Called for part of the tokens or more than once: rows have no certain token.
             ids = torch.full((self._num_tokens, self._layout.top_k), -1)
@@ -207,7 +209,7 @@ class RouterTaps:
         """Trace the capture of a layer. The capturer marks cells not written exactly once."""
         if self._num_tokens is None or self._capturer is None:
             return
-        ids = _expert_ids(values, self._num_tokens, self._layout.top_k)
+        ids = _expert_ids(values, self._num_tokens, self._layout)
         if ids is not None:
             self._capturer.capture(column, ids)
 
@@ -218,19 +220,34 @@ class RouterTaps:
         listener.after(self._capturer.snapshot(num_tokens))
 
 
-def _expert_ids(values: Iterable[object], num_tokens: int, top_k: int) -> torch.Tensor | None:
-    """Return the tensor among `values` that can be ids [num_tokens, top_k or more]."""
-    for value in values:
-        if (
-            isinstance(value, torch.Tensor)
-            and not value.is_floating_point()
-            and value.dtype != torch.bool
-            and value.dim() >= 2
-            and value.shape[-1] >= top_k
-            and value.numel() == num_tokens * value.shape[-1]
-        ):
-            return value.reshape(num_tokens, -1)
-    return None
+def _expert_ids(
+    values: Iterable[object], num_tokens: int, layout: ModelLayout
+) -> torch.Tensor | None:
+    """Return the ids [num_tokens, top_k] among `values`, or None."""
+    rows = _rows_among(values, num_tokens)
+    for value in rows:
+        if not value.is_floating_point() and value.shape[1] == layout.top_k:
+            return value
+    floats = [value for value in rows if value.is_floating_point()]
+    if [value.shape[1] for value in floats] != [layout.num_experts] * 2:
+        return None
+    scores, logits = floats
+    ids = logits.masked_fill(scores == 0, -torch.inf).topk(layout.top_k).indices
+    # A score may also be 0 as it is too small for its type: the choice is not known then.
+    is_known = (scores != 0).sum(dim=1, keepdim=True) == layout.top_k
+    return torch.where(is_known, ids, -1)
+
+
+def _rows_among(values: Iterable[object], num_tokens: int) -> list[torch.Tensor]:
+    """Return the tensors with a row of numbers for each token, as [num_tokens, width]."""
+    return [
+        value.reshape(num_tokens, -1)
+        for value in values
+        if isinstance(value, torch.Tensor)
+        and value.dtype != torch.bool
+        and value.dim() >= 2
+        and value.numel() == num_tokens * value.shape[-1]
+    ]
 
 
 def _candidates(model: Any, num_hidden_layers: int) -> dict[int, list[_Tap]]:
@@ -251,12 +268,16 @@ def _proven_taps(model: Any, layout: ModelLayout) -> dict[int, _Tap]:
     """Return the tap of each MoE layer that shows a row per token in a pass over a few tokens."""
     candidates = _candidates(model, layout.num_hidden_layers)
     shown: dict[_Tap, torch.Tensor] = {}
+    widths: dict[_Tap, set[int]] = defaultdict(set)
 
     def reader(tap: _Tap) -> Callable[[Iterable[object]], None]:
         def read(values: Iterable[object]) -> None:
-            ids = _expert_ids(values, _PROBE_TOKENS, layout.top_k)
-            if ids is not None:
-                shown[tap] = ids[:, : layout.top_k]
+            values = list(values)
+            ids = _expert_ids(values, _PROBE_TOKENS, layout)
+            if ids is not None and bool((ids >= 0).all()):
+                shown[tap] = ids
+            rows = _rows_among(values, _PROBE_TOKENS)
+            widths[tap] |= {row.shape[1] for row in rows if not row.is_floating_point()}
 
         return read
 
@@ -271,6 +292,8 @@ def _proven_taps(model: Any, layout: ModelLayout) -> dict[int, _Tap]:
     taps = {layer: [tap for tap in taps if tap in shown] for layer, taps in candidates.items()}
     found = {layer: proven[0] for layer, proven in taps.items() if proven}
     expected = set(layout.moe_layer_ids)
+    for layer in sorted(expected):
+        _check_width(layer, candidates.get(layer, []), layer in found, widths, layout)
     if set(found) != expected:
         missing, unexpected = sorted(expected - set(found)), sorted(set(found) - expected)
         raise InvalidArgument(
@@ -282,10 +305,38 @@ def _proven_taps(model: Any, layout: ModelLayout) -> dict[int, _Tap]:
     for layer, tap in found.items():
         twins = [t for t in taps[layer] if t.reads_output == tap.reads_output]
         ids = shown[tap]
-        if len(twins) > 1 or int(ids.min()) < 0 or int(ids.max()) >= layout.num_experts:
+        if len(twins) > 1 or int(ids.max()) >= layout.num_experts:
             raise InvalidArgument(
                 field=f"layers.{layer}",
                 value=f"{len(twins)} {type(tap.module).__name__}, ids {ids.tolist()}",
                 expected=f"one router with ids in [0, {layout.num_experts})",
             )
     return found
+
+
+def _check_width(
+    layer: int,
+    taps: list[_Tap],
+    is_proven: bool,
+    widths: Mapping[_Tap, set[int]],
+    layout: ModelLayout,
+) -> None:
+    """Refuse a layer with another number of experts, in all or for each token, than the layout."""
+    for tap in taps:
+        kind = type(tap.module).__name__
+        if not is_proven and widths[tap]:
+            chosen = ", ".join(map(str, sorted(widths[tap])))
+            value, expected = f"{kind}, which chooses {chosen}", f"{layout.top_k} for each token"
+        else:
+            # Of most routers: a row for each expert. Others keep it in a module below.
+            weight = getattr(tap.module, "weight", None) if tap.reads_output else None
+            if weight is None or weight.dim() != 2 or layout.num_experts in weight.shape:
+                continue
+            value = f"{kind} of {weight.shape[0]} experts"
+            expected = f"{layout.num_experts} experts"
+        raise InvalidArgument(
+            field=f"layers.{layer}",
+            value=value,
+            expected=f"{expected}, as in the layout",
+            remedy="give the model's own layout; one layout has the same numbers for all layers",
+        )

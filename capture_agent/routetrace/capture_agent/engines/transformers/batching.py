@@ -49,7 +49,14 @@ def batching_config(config: Any, block_size: int) -> Any:
 
     config = ContinuousBatchingConfig() if config is None else deepcopy(config)
     for name in _REFUSED:
-        value = getattr(config, name, None)
+        if not hasattr(config, name):  # all versions that are supported have them
+            raise InvalidArgument(
+                field=name,
+                value=f"no option of {type(config).__name__}",
+                expected="an option: without it, passes in which hooks do not run cannot be told",
+                remedy="pin a version of transformers that is documented as tested",
+            )
+        value = getattr(config, name)
         if value and value != (False, False):
             raise InvalidArgument(
                 field=name,

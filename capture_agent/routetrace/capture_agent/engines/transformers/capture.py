@@ -213,6 +213,7 @@ class TransformersCapture:
         Raises:
             InvalidArgument: if counts do not fit, or an option cannot be captured.
         """
+        # As the library asks: a model has the attribute while a manager persists.
         if getattr(self._model, "_cached_continuous_batching_manager", None) is not None:
             raise InvalidArgument(
                 field="model",
@@ -281,6 +282,7 @@ class TransformersCapture:
         if name in kwargs:
             return kwargs[name]
         for config in (kwargs.get("generation_config"), self._model.generation_config):
+            # Some options are arguments of `generate` alone, as custom_generate.
             value = getattr(config, name, None)
             if value is not None:
                 return value

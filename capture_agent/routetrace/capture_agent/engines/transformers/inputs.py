@@ -24,6 +24,7 @@ def model_of(model: Any) -> str:
     Args:
         model: the model.
     """
+    # A configuration has it where weights are quantized.
     quantization = getattr(model.config, "quantization_config", None)
     if isinstance(quantization, Mapping):
         method = quantization.get("quant_method")
@@ -50,10 +51,11 @@ def labels_with_adapters(
 ) -> list[dict[str, str]] | None:
     """Return the labels of `count` sequences, each with the active adapters of peft, if any."""
     names: set[str] = set()
+    module: Any
     for module in model.modules():
         # Layers of adapters; a model's own `disable_adapters` is a method.
         if getattr(module, "disable_adapters", None) is False:
-            names.update(getattr(module, "active_adapters", ()))
+            names.update(module.active_adapters)
     if names:
         added = {ADAPTER_LABEL: "+".join(sorted(names))}
         return [{**given, **added} for given in labels or [{}] * count]
