@@ -14,7 +14,7 @@ TORCH  ?= torch==2.13.0
 pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 .PHONY: demo demo-scale test compiled test-slow test-long test-fast check check-full \
-	check-newest lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
+	check-newest check-frameworks lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
 	test-transformers test-trainers test-vllm test-vllm-older test-vllm-scheduler test-sglang \
 	test-sglang-older test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
@@ -73,6 +73,11 @@ check-full:
 # and vLLM, and a table of the packages that are newer than their pins.
 check-newest:
 	$(PYTHON) scripts/newest.py
+
+# What the newest releases of RL frameworks pin, and what routetrace does there; --write puts it into
+# docs/compatibility.md. Ends with 1 if an engine there is neither tested nor refused.
+check-frameworks: $(VENV)/.dev
+	$(PY) scripts/frameworks.py $(WRITE)
 
 # Moves the pins to the newest versions; a commit of its own, after `make check-newest`.
 lock: | $(VENV)/.made
@@ -226,7 +231,7 @@ test-install: $(VENV)/.dev
 # What touches transformers, on the oldest version in which it is captured; then replay alone, on
 # versions that trainers pin, one after the other. `make test` has the pinned version.
 TRANSFORMERS     ?= 5.17.0
-REPLAY           ?= 5.3.0 5.5.3 5.6.2 5.9.0 5.10.4 5.15.0
+REPLAY           ?= 5.3.0 5.5.3 5.6.2 5.8.1 5.9.0 5.10.4 5.15.0 5.19.0
 REPLAY_TESTS      = tests/trainers/test_replay.py tests/trainers/test_replay_families.py \
 	tests/trainers/test_fsdp.py
 TRANSFORMERS_DIR ?= .venv-transformers
@@ -270,7 +275,7 @@ vllm-env:
 
 # vLLM's own scheduler with a fake model: ROWS rows for each version, each compared.
 ROWS ?= 1000000
-VLLM_SCHEDULERS ?= 0.23.0,0.24.0,0.25.1,0.26.0,0.28.0,0.29.0,0.30.0,0.32.0
+VLLM_SCHEDULERS ?= 0.23.0,0.24.0,0.25.1,0.26.0,0.28.0,0.29.0,0.30.0,0.31.0,0.32.0
 comma := ,
 test-vllm-scheduler:
 	$(MAKE) vllm-env VLLM='$(subst $(comma), ,$(VLLM_SCHEDULERS))'

@@ -133,6 +133,12 @@ class Model(torch.nn.Module):
         self.mtp = torch.nn.ModuleList(drafts)
         self.skipped = set()
 
+    def load_weights(self, weights):
+        """Makes kernels anew, as vLLM 0.30 does for fp8."""
+        for layer in self.layers:
+            impl = layer._quant_method.moe_kernel.impl
+            impl.fused_experts = type(impl.fused_experts)()
+
     def forward(self, positions=None):
         for layer in [*self.layers, *self.mtp]:
             if layer.layer not in self.skipped:
@@ -723,14 +729,15 @@ class Worker:
     more: ClassVar = {}
     """Of its model runner."""
 
-    def __init__(self, vllm_config, dummy=None):
+    def __init__(self, vllm_config, dummy=None, made_of=MoERunner):
         self.vllm_config = vllm_config
+        self.made_of = made_of
         self.calls = []
         self.model = None
         self.dummy = dummy or {}
 
     def load_model(self):
-        self.model = model_of()
+        self.model = Model([self.made_of(layer) for layer in (1, 2, 3)])
         self.model_runner = SimpleNamespace(
             get_model=lambda: self.model,
             device=CPU,
@@ -766,9 +773,9 @@ ASKED = {"target": "127.0.0.1:9", "background": "thread", "close_timeout_seconds
 def worker(vllm):
     made = []
 
-    def make(dummy=None, **changes):
+    def make(dummy=None, made_of=MoERunner, **changes):
         config = config_of(additional_config={"routetrace": ASKED}, **changes)
-        one = Worker(config, dummy)
+        one = Worker(config, dummy, made_of)
         plugin._attach_with_model(one, settings_of(config))
         one.load_model()
         made.append(one)
@@ -823,6 +830,21 @@ def test_layers_that_do_not_write_once_are_named_at_start_and_how(worker, dummy,
     one.initialize_from_config(cache())
     with pytest.raises(InvalidArgument, match=said):
         one.compile_or_warm_up_model()
+
+
+@pytest.mark.parametrize("made_of", ["kernels", "kernels with sinks"])
+def test_kernels_that_a_reload_makes_are_captured(worker, made_of):
+    one = worker(made_of=MADE_OF[made_of])
+    one.initialize_from_config(cache())
+    one.compile_or_warm_up_model()
+    one.model.load_weights(())
+    attachment = attach.attachment_of(one.vllm_config)
+    attachment.begin_step(StepPlan([], b"", TOKENS))
+    for layer in one.model.layers:
+        layer.router = BaseRouter()
+    one.model()
+    rows = attachment.side._capturer.snapshot(TOKENS).rows()
+    assert np.array_equal(rows, chosen(one.model))
 
 
 def test_one_rank_of_the_tensor_parallel_group_sends(worker, vllm):

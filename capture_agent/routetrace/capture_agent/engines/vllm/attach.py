@@ -158,6 +158,7 @@ class Attachment:
         _mark_compiled_code(self._config, self._capturer)
         self.side: WorkerSide | None = None
         self._weights = Weights()
+        self._updates = 0  # after which the routers were connected
         watch(worker, model, self._weights)
         setattr(worker, FOLLOW, self._weights.tell)
         self._wrap("initialize_from_config", before=self._start)
@@ -180,6 +181,9 @@ class Attachment:
             plan: of the step.
         """
         if self.side is not None:
+            if self._weights.updates != self._updates:
+                self._updates = self._weights.updates
+                self._follow_kernels()
             self.side.begin_step(plan.num_tokens)
 
     def end_step(self, plan: StepPlan, request_ids: Sequence[str] | None = None) -> None:
@@ -212,6 +216,13 @@ class Attachment:
         return positions if isinstance(positions, torch.Tensor) else None
 
     # ------------------------------------------------------------------ private
+
+    def _follow_kernels(self) -> None:
+        """Connect the kernels that weights loaded in place may have made."""
+        try:
+            self._routers.keep()
+        except Exception:
+            _log.exception("routetrace: rows of layers with new kernels are missing")
 
     def _wrap(
         self,

@@ -95,6 +95,10 @@ class RouteTraceConnector(KVConnectorBase_V1, SupportsHMA):
         """Do the same for models with several KV cache groups."""
         return self.request_finished(request, [])
 
+    def reset_cache(self) -> bool:
+        """Return True: there is no KV to forget, so nothing is in the way of a reset."""
+        return True
+
     # ------------------------------------------------------------------ worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

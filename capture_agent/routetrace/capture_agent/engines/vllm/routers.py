@@ -80,7 +80,7 @@ class Routers:
         model.register_forward_pre_hook(lambda *_: capturer.forget())
 
     def keep(self) -> None:
-        """Set the callbacks again, and call those that replaced them."""
+        """Set the callbacks again, also of new kernels, and call those that replaced them."""
         for place, ours in self._callbacks:
             present = place.get()
             if not hasattr(present, "routetrace"):
@@ -180,9 +180,7 @@ def _find(name: str, module: Any, top_k: int) -> Any:
 
 
 def _kernel_place(name: str, module: Any) -> _Place:
-    kernel: Any = module._quant_method
-    for part in ("moe_kernel", "impl", "fused_experts"):
-        kernel = getattr(kernel, part, None)
+    kernel = _kernel_of(module)
     supports = getattr(kernel, "supports_routing_replay_capture", None)
     if supports is None or not supports():
         raise InvalidArgument(
@@ -191,15 +189,26 @@ def _kernel_place(name: str, module: Any) -> _Place:
             expected="one that exposes its ids: this one routes and computes in one call",
         )
     if hasattr(kernel, "set_capture_fn"):  # vLLM 0.30: the kernel has the callback
-        return _Place(lambda: kernel.routing_replay_capture_fn, kernel.set_capture_fn)
+        return _Place(
+            lambda: _kernel_of(module).routing_replay_capture_fn,
+            lambda callback: _kernel_of(module).set_capture_fn(callback),
+        )
     experts = module.routed_experts  # vLLM 0.32: its layer has it, as kernels may be rebuilt
 
     def put(callback: Callback) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
 
-        experts.routing_sink = RoutedExpertsSink(kernel.moe_config, callback)
+        experts.routing_sink = RoutedExpertsSink(_kernel_of(module).moe_config, callback)
 
     return _Place(lambda: getattr(experts.routing_sink, "capture_fn", None), put)
+
+
+def _kernel_of(module: Any) -> Any:
+    """Return the kernel of this moment, which a reload of weights may replace; None without one."""
+    kernel: Any = module._quant_method
+    for part in ("moe_kernel", "impl", "fused_experts"):
+        kernel = getattr(kernel, part, None)
+    return kernel
 
 
 def _wrap(router: Any, callback: Callback) -> None:

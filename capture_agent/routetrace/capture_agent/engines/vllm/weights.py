@@ -61,6 +61,8 @@ class Weights:
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.updates = 0
+        """Calls so far after which layers may have other kernels."""
         self._changed = False  # and nobody has given a number since
         self._torn = False  # a call failed, and weights of it may still be there
         self._failures = 0
@@ -100,6 +102,7 @@ class Weights:
         """Note that the weights have changed, and that nobody has told their version."""
         with self._lock:
             self.version, self._changed = None, True
+            self.updates += 1
 
     def sleep(self, level: int = 1) -> None:
         """Note that the engine has gone to sleep, which may discard the weights."""
@@ -130,6 +133,7 @@ class Weights:
             with self._lock:
                 self._calls -= 1
                 self.version, self._changed = None, True
+                self.updates += 1
                 if whole and failures == self._failures:
                     self._torn = False
                     if self._session is not None and self._session.failed:
@@ -183,6 +187,7 @@ class Weights:
                 self._fail("the end of a weight update")
             raise
         with self._lock:
+            self.updates += 1
             session, self._session = self._session, None
             if session is None or session.draft:
                 return
