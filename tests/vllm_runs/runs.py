@@ -123,6 +123,7 @@ RUNS = (
                 scenarios.weights,
                 scenarios.told,
                 scenarios.reset,
+                scenarios.refits,
                 scenarios.late,
             )
         ),
@@ -291,7 +292,7 @@ RUNS = (
     ),
     Run(
         "offloading",
-        named((pairs.restored,)),
+        named((pairs.restored, scenarios.refits)),
         build=pairs.offloading,
         more={"max_num_batched_tokens": 512},
         native=False,

@@ -325,6 +325,27 @@ def reset(engine: Engine) -> list[Answer]:
     return done
 
 
+def refits(engine: Engine) -> list[Answer]:
+    """At each update a reset of cache and connector under a running request, sleep, and wake-up."""
+    done, prompt = [], engine.prompts.make(STEP_TOKENS + 6)
+    for level in (1, 2):
+        engine.add(Ask(f"refits-{level}", engine.prompts.make(40), max_tokens=20))
+        for _ in range(4):  # the prompt, and three tokens
+            engine.step()
+        emptied = engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        expect(emptied, "the reset of cache and connector is refused")
+        done += engine.drain()
+        engine.llm.sleep(level)
+        engine.llm.wake_up()
+        version = 50 + level
+        engine.rpc("routetrace_set_weight_version", version)
+        for i in range(2):  # the second one hits what the first one computed
+            (answer,) = engine.run([Ask(f"refits-{level}-{i}", prompt)])
+            answer.versions = ((0, len(answer.tokens) - 1, version),)
+            done.append(answer)
+    return done
+
+
 def control(engine: Engine) -> list[Answer]:
     """Calls reach the workers wherever they are."""
     engine.rpc("routetrace_set_weight_version", 7)

@@ -321,7 +321,9 @@ class Engine:
         if held_back or self.case.loads or any(life.session for life in self.lives.values()):
             return  # vLLM cannot, while others than running requests have blocks
         running = [*self.scheduler.running]
-        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        connector = self.rng.random() < 0.5  # at each update of some frameworks
+        if not self.scheduler.reset_prefix_cache(True, connector):
+            self.faults.append("a reset was refused")
         for request in running:
             self._preempted(request.request_id)
         self.counts["resets"] += 1
