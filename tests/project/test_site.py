@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from routetrace.capture_agent.engines.sglang.seams import TESTED
 from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):
@@ -188,7 +189,8 @@ def test_tested_versions_are_those_of_the_tests():
     pins = re.findall(r"^transformers==([\d.]+)", constraints, re.M)[-1:]
     for name in ("vLLM", "SGLang", "Transformers"):
         more = pins if name == "Transformers" else ()
-        versions = ", ".join((*setting(name.upper()).split(), *more))
+        older = setting("SGLANG_OLDER").split() if name == "SGLang" else ()
+        versions = ", ".join((*older, *setting(name.upper()).split(), *more))
         assert re.match(rf"{re.escape(versions)}(, on the CPU.*)?$", row(name)[1])
     assert row("torch")[1] == f"{setting('TORCH').removeprefix('torch==')}, for the CPU"
     trainers = (ROOT / "scripts" / "trainers_env.sh").read_text("utf-8")
@@ -197,6 +199,12 @@ def test_tested_versions_are_those_of_the_tests():
     image = re.search(r"python:([\d.]+)-slim", (ROOT / "docker" / "Dockerfile").read_text("utf-8"))
     assert image
     assert f"{image[1]} in the images" in row("Python")[1]
+
+
+def test_the_versions_of_sglang_are_those_of_its_targets():
+    assert (*setting("SGLANG_OLDER").split(), setting("SGLANG")) == TESTED
+    page = (ROOT / "docs" / "sglang.md").read_text("utf-8").split("\n## Versions\n")[1]
+    assert tuple(re.findall(r"^\| (0\.[\w.]+) \|", page.split("\n## ")[0], re.M)) == TESTED
 
 
 def test_the_versions_of_vllm_are_those_of_its_targets():
