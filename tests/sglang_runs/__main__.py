@@ -189,8 +189,8 @@ SCENARIOS = (
     Scenario("a layer skips the capture site", skips=2),
     Scenario("no capturer", uncaptured=True),
 )
-#: Those that SGLang 0.5.16 and older ones run: their pages and drafts need kernels that a CPU lacks,
-#: but for drafts of a model in 0.5.16, and 0.5.12 clears no cache while requests wait.
+#: Those that SGLang 0.5.16 and older ones run: their pages and drafts need kernels that a CPU
+#: lacks, but for drafts of a model in 0.5.16, and 0.5.12 clears no cache while requests wait.
 OLDER = (
     "overlap",
     "no prefix cache",
