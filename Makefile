@@ -294,15 +294,18 @@ test-sglang:
 	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m sglang_runs \
 		--seed $(SEED) $(if $(SCENARIO),--scenario '$(SCENARIO)') $(SHARE)
 
-# The oldest version that is tested, with what a CPU runs of it.
-test-sglang-older:
-	$(MAKE) test-sglang SGLANG=0.5.15
-
 # SGLang's own scheduler with a fake model: ROWS rows, each compared.
 test-sglang-scheduler:
 	PYTHON=$(PYTHON) SGLANG_VENV=$(SGLANG_VENV) TORCH='$(TORCH)' scripts/sglang_env.sh $(SGLANG)
 	PYTHONPATH=$(SGLANG_PATH) OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python \
 		-m sglang_runs.scheduler --rows $(ROWS) --seed $(SEED)
+
+# Both with the versions that verl, slime and miles pin, in turn, as far as a CPU runs them.
+SGLANG_OLDER ?= 0.5.12 0.5.15.post1 0.5.16
+test-sglang-older:
+	for version in $(SGLANG_OLDER); do \
+		$(MAKE) test-sglang test-sglang-scheduler SGLANG=$$version || exit 1; \
+	done
 
 # Rows that vLLM and SGLang return themselves beside those of routetrace, in the same scenarios, each
 # compared with Transformers; writes docs/rivals.md and benchmarks/rivals_exact.json. A quarter of an hour.

@@ -9,8 +9,12 @@ package=sglang list=sglang
 # Packages that one version needs in another release than the shared one.
 version_extras() {
   case $1 in
-    0.5.15) "${install[@]}" --no-deps --target "$2" \
-      'transformers==5.12.1' 'tokenizers==0.22.2' 'xgrammar==0.2.1' 'llguidance==0.7.30' 'openai==2.6.1' ;;
+    0.5.12) "${install[@]}" --no-deps --target "$2" 'transformers==5.6.0' 'tokenizers==0.22.2' \
+      'xgrammar==0.2.0' 'llguidance==0.7.30' 'openai==2.6.1' 'apache-tvm-ffi==0.1.9' ;;
+    0.5.15*) "${install[@]}" --no-deps --target "$2" 'transformers==5.12.1' 'tokenizers==0.22.2' \
+      'xgrammar==0.2.1' 'llguidance==0.7.30' 'openai==2.6.1' ;;
+    0.5.16) "${install[@]}" --no-deps --target "$2" 'transformers==5.12.1' 'tokenizers==0.22.2' \
+      'xgrammar==0.2.1' 'openai==2.6.1' ;;
   esac
 }
 

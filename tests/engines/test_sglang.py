@@ -10,16 +10,17 @@ import torch
 
 from routetrace.capture_agent.engines.request_options import RequestOptions
 from routetrace.capture_agent.engines.sglang import capture as captures
-from routetrace.capture_agent.engines.sglang import plugin, seams, tap
+from routetrace.capture_agent.engines.sglang import plugin, seams, speculation, tap
 from routetrace.capture_agent.engines.sglang import probe as probes
 from routetrace.capture_agent.engines.sglang.options import options_of
+from routetrace.capture_agent.engines.sglang.ranks import Ranks, ranks_of
 from routetrace.capture_agent.engines.sglang.requests import NO_HANDLE, Deliveries, Requests
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported, settings_of
 from routetrace.capture_agent.engines.sglang.timeline import Timeline
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.common.model_hash import model_hash
-from support.sglang_capture import Agent, Passes, Request, capturing, req_of
+from support.sglang_capture import Agent, Passes, Request, args_of, capturing, has_all_names, req_of
 
 # ---------------------------------------------------------------------- settings
 
@@ -66,39 +67,134 @@ def test_wrong_settings_are_named(given, named):
         ("dllm_algorithm", "x"),
         ("enable_hisparse", True),
         ("enable_lmcache", True),
+        ("enable_flexkv", True),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
-    refuse_unsupported(SimpleNamespace(pp_size=1, disaggregation_mode="null"))
-    refuse_unsupported(SimpleNamespace(speculative_algorithm="NGRAM", speculative_eagle_topk=4))
-    refuse_unsupported(SimpleNamespace(speculative_algorithm="EAGLE", speculative_eagle_topk=1))
+    refuse_unsupported(args_of(pp_size=1, disaggregation_mode="null"))
+    refuse_unsupported(args_of(speculative_algorithm="NGRAM", speculative_eagle_topk=4))
+    refuse_unsupported(args_of(speculative_algorithm="EAGLE", speculative_eagle_topk=1))
     with pytest.raises(InvalidArgument, match=name):
-        refuse_unsupported(SimpleNamespace(**{name: value}))
+        refuse_unsupported(args_of(**{name: value}))
 
 
 def test_trees_of_a_model_that_drafts_have_no_branches():
-    args = SimpleNamespace(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+    args = args_of(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
     with pytest.raises(InvalidArgument, match="speculative_eagle_topk"):
         refuse_unsupported(args)
 
 
-@pytest.mark.parametrize("notes", [True, False])
-def test_dp_attention_needs_the_number_of_tokens_before_padding(monkeypatch, notes):
-    batch = type("ForwardBatch", (), {"_original_num_tokens": None} if notes else {})
-    monkeypatch.setattr(seams, "found", lambda name: batch if name == seams.BATCH else None)
-    args = SimpleNamespace(enable_dp_attention=True)
-    if notes:
+@pytest.fixture
+def sglang(monkeypatch):
+    """Names that this version of SGLang has: a set, at first all of the newest tested one."""
+    return has_all_names(monkeypatch)
+
+
+def test_dp_attention_needs_the_number_of_tokens_before_padding(sglang):
+    args = args_of(enable_dp_attention=True)
+    refuse_unsupported(args)
+    sglang.discard(seams.NUM_TOKENS.places[0])
+    refuse_unsupported(args_of())
+    with pytest.raises(seams.Refused) as refusal:
         refuse_unsupported(args)
-    else:
-        with pytest.raises(InvalidArgument, match="enable_dp_attention"):
-            refuse_unsupported(args)
+    assert str(refusal.value) == (
+        "routetrace: cannot capture from SGLang 0.5.99: it lacks "
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch._original_num_tokens, which "
+        "--enable-dp-attention needs; use SGLang 0.5.23, or leave the setting out; see "
+        "docs/sglang.md"
+    )
+
+
+def test_host_memory_needs_the_names_that_show_its_copies(sglang):
+    args = args_of(enable_hierarchical_cache=True)
+    refuse_unsupported(args)
+    sglang.discard(seams.WRITES[0].places[0])
+    refuse_unsupported(args_of())
+    with pytest.raises(seams.Refused, match=r"HiCacheController.write, which --enable-hier"):
+        refuse_unsupported(args)
+
+
+def test_a_class_that_is_not_there_has_no_names():
+    assert seams.HOST_MADE.place is None
 
 
 def test_without_the_seams_a_server_does_not_start():
-    with pytest.raises(SystemExit, match="run_batch"):
+    with pytest.raises(SystemExit, match=r"run_batch.* use SGLang 0\.5\.12 or .* docs/sglang"):
         seams.check()
     with pytest.raises(SystemExit, match="did not apply"):
         seams.check_applied(["json.dumps"])
+
+
+def test_one_place_of_several_will_do(sglang):
+    """SGLang 0.5.12 has its scheduler's parts in the scheduler."""
+    for seam in (seams.ANSWERED, seams.ABORTED, *seams.UPDATES.values()):
+        sglang.discard(seam.places[0])
+        with pytest.raises(seams.Refused):
+            seams.check()
+        sglang.add(seam.places[-1])
+        assert seam.place == seam.places[-1]
+    seams.check()
+
+
+def test_what_a_version_does_not_give_is_said_once(sglang, caplog):
+    seams.tell_lost()
+    assert not caplog.records
+    sglang -= {seams.RENAMED.places[0], seams.GRAPHS.places[0], seams.BEGUN.places[0]}
+    seams.check()
+    seams.tell_lost()
+    (record,) = caplog.records
+    assert record.message == (
+        f"routetrace: SGLang 0.5.99 does not give {seams.RENAMED.lost}; {seams.GRAPHS.lost}"
+    )
+
+
+def test_each_seam_is_refused_or_said():
+    for seam in seams.table():
+        assert seam.since in seams.TESTED
+        assert not seam.used_by or seam.lost is None, seam
+        assert seam.since == seams.TESTED[0] or seam.used_by or seam.lost is not None, seam
+
+
+def test_a_start_that_misses_an_attribute_is_refused_with_a_remedy():
+    with (
+        pytest.raises(seams.Refused, match=r"no attribute 'page_size'; use SGLang 0\.5\.12 or"),
+        seams.refusing(),
+    ):
+        getattr(SimpleNamespace(), "page_size")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", ["enable_lmcache", "pp_size", "dllm_algorithm"])
+def test_a_mode_that_has_another_name_is_not_taken_for_one_that_is_off(name):
+    args = args_of()
+    delattr(args, name)
+    with pytest.raises(seams.Refused, match=name), seams.refusing():
+        refuse_unsupported(args)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "parallel", "runner", "suffix"),
+    [
+        (1, {"dp_rank": 0}, {}, ""),
+        (2, {"dp_rank": 1}, {}, "-dp1"),
+        (2, {}, {"ps": SimpleNamespace(dp_rank=1)}, "-dp1"),  # SGLang 0.5.16
+        (2, {}, {"dp_rank": 1}, "-dp1"),  # SGLang 0.5.15
+        (2, None, {"dp_rank": None}, "-dp0"),  # SGLang 0.5.12
+    ],
+)
+def test_each_replica_is_an_engine(monkeypatch, dp_size, parallel, runner, suffix):
+    context = None if parallel is None else lambda: SimpleNamespace(**parallel)
+    found = {seams.ATTENTION_RANK.places[0]: lambda: 3, seams.PARALLEL.places[0]: context}
+    monkeypatch.setattr(seams, "found", found.get)
+    runner = SimpleNamespace(server_args=args_of(dp_size=dp_size), **runner)
+    assert ranks_of(runner) == Ranks(3, suffix)
+
+
+def test_a_server_whose_replica_has_no_rank_does_not_start(monkeypatch):
+    found = {seams.ATTENTION_RANK.places[0]: lambda: 0}
+    monkeypatch.setattr(seams, "found", found.get)
+    runner = SimpleNamespace(server_args=args_of(dp_size=2))
+    with pytest.raises(seams.Refused, match="dp_rank"), seams.refusing():
+        ranks_of(runner)
 
 
 def test_a_model_runner_without_a_capturer_is_refused(monkeypatch):
@@ -118,7 +214,8 @@ def test_the_model_of_an_engine():
     model = plugin._model(SimpleNamespace(hf_config=config, quantization="fp8"))
     assert model == model_hash({"hidden_size": 8}, "fp8")
     assert model != model_hash(config)
-    assert plugin._model(SimpleNamespace(hf_config=config)) == model_hash(config)
+    plain = SimpleNamespace(hf_config=config, quantization=None)
+    assert plugin._model(plain) == model_hash(config)
 
 
 def test_a_configuration_without_a_hash_is_no_reason_to_stop(caplog):
@@ -129,6 +226,14 @@ def test_a_configuration_without_a_hash_is_no_reason_to_stop(caplog):
 @pytest.mark.parametrize(
     ("given", "version", "keeps"),
     [
+        (
+            {
+                "weight_version": "7",
+                "remote_instance_weight_loader_start_seed_via_transfer_engine": True,
+            },
+            None,
+            True,
+        ),
         ({"weight_version": "default"}, None, True),
         ({"weight_version": "7"}, 7, True),
         ({"enable_memory_saver": True}, None, False),
@@ -138,9 +243,7 @@ def test_a_configuration_without_a_hash_is_no_reason_to_stop(caplog):
 def test_an_engine_tells_its_model_and_the_version_that_it_was_started_with(
     monkeypatch, given, version, keeps
 ):
-    parallel = SimpleNamespace(attn_tp_rank=0, attn_dp_size=1)
-    module = SimpleNamespace(get_parallel=lambda: parallel)
-    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)
+    monkeypatch.setattr(plugin, "ranks_of", lambda _: Ranks(0, ""))
     monkeypatch.setattr(tap, "Tap", lambda *_: Passes())
     configs = []
     monkeypatch.setattr(captures, "CaptureAgent", lambda config, **_: configs.append(config))
@@ -148,10 +251,10 @@ def test_an_engine_tells_its_model_and_the_version_that_it_was_started_with(
         monkeypatch.setattr(plugin, name, None)
     facts = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 2}
     config = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1], **facts}
-    args = {"model_path": "m", "kv_cache_dtype": "auto", **given}
+    args = args_of(model_path="m", kv_cache_dtype="auto", **given)
     runner = SimpleNamespace(
         is_draft_worker=False,
-        server_args=SimpleNamespace(**args),
+        server_args=args,
         model_config=SimpleNamespace(hf_config=config, quantization="fp8", dtype="bfloat16"),
         page_size=4,
         max_token_pool_size=64,
@@ -237,12 +340,16 @@ def seams_of_sglang(monkeypatch):
     module = SimpleNamespace(RoutedExpertsCapturer=Capturer, current=None)
     module.get_global_experts_capturer = lambda: module.current
     module.set_global_experts_capturer = lambda capturer: setattr(module, "current", capturer)
-    monkeypatch.setattr(tap, "found", lambda _: module)
+    monkeypatch.setattr(seams, "found", lambda _: module)
     return module
 
 
 RUNNER = SimpleNamespace(
-    model=None, model_config=None, server_args=None, max_running_requests=1, device="cpu"
+    model=None,
+    model_config=None,
+    server_args=args_of(disable_shared_experts_fusion=False),
+    max_running_requests=1,
+    device="cpu",
 )
 
 
@@ -278,9 +385,6 @@ def test_rows_of_sglangs_own_return_outlive_the_buffer(seams_of_sglang):
     class Output:
         def __init__(self, topk, slots):
             self.topk, self.slots, self.name = topk, slots, "experts"
-
-        def map_device_tensors(self, move):
-            self.topk, self.slots = move(self.topk), move(self.slots)
 
     capturer = seams_of_sglang.current = Own()
     rows_of, carried = tap.Tap(RUNNER, ModelLayout((0, 2), 3, 16, 2)), []
@@ -546,6 +650,42 @@ def scheduler(monkeypatch):
         yield scheduler
 
 
+def test_cached_slots_are_those_of_the_row_of_the_request(scheduler):
+    """SGLang 0.5.12 has the rows of its table in its requests, not in its batches."""
+    a = req_of("a", 6)
+    a.req_pool_idx = 1
+    scheduler.launch((a, 4, 2), slots=[12, 13], pool=[[0] * 4, [8, 9, 10, 11]]).finalize()
+    scheduler.capture.flush(0)
+    (agent,) = scheduler.agents
+    assert ("begin", "a", 4, [2, 3]) in agent.calls
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_pass_is_copied_as_sglang_0_5_12_asks_for_it(own):
+    """It calls `copy_to_cpu`, where later versions call `map_device_tensors`."""
+    arrived = []
+    native = SimpleNamespace(topk=torch.tensor([1]), name="experts", finalize=lambda: None)
+    output = tap.PassRows(
+        torch.tensor([[[1]]]), torch.tensor([4]), [], native if own else None, arrived.append
+    )
+    output.copy_to_cpu()
+    output.finalize()
+    assert arrived == [output]
+    assert [array.tolist() for array in output.arrays()] == [[[[1]]], [4]]
+
+
+def test_embeddings_at_some_positions_are_no_text(scheduler):
+    """The model does not see the tokens there: their digests prove nothing of its rows."""
+    known = []
+    for name in ("text", "positional_embed_overrides"):
+        a = req_of(name, 4)
+        setattr(a, name, "given")
+        scheduler.launch((a, 0, 4), slots=[4, 5, 6, 7]).finalize()
+        live = scheduler.capture._requests.live(a)
+        known.append(live.prompt is not None)
+    assert known == [True, False]
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("outcome", ["ok", "failed", "raised"])
 def test_rows_under_weights_that_nobody_knows_do_not_count(
@@ -674,6 +814,19 @@ def test_rows_of_accepted_drafts_are_reported_wherever_they_were_in_the_tree(sch
         ("step", [12, 14, 11], [[101, 4, 2], [102, 3, 1]]),
         ("preempt", 101, 5),
     ]
+
+
+def test_without_branches_the_accepted_drafts_are_the_front_of_each_tree(scheduler):
+    """SGLang 0.5.16 tells their numbers, and not which they are."""
+    a, b = req_of("a", 4), req_of("b", 3)
+    scheduler.launch((a, 0, 4), (b, 0, 3), slots=[4, 5, 6, 7, 8, 9, 10]).finalize()
+    output = scheduler.launch((a, 4, 3), (b, 3, 3), slots=[12, 13, 14, 11, 16, 17], verifies=True)
+    counts = torch.tensor([2, 1])
+    scheduler.capture.judged(speculation.front(counts, 3), torch.tensor([4, 3]), counts)
+    output.finalize()
+    scheduler.capture.flush(0)
+    (agent,) = scheduler.agents
+    assert ("step", [12, 13, 11], [[101, 4, 2], [102, 3, 1]]) in agent.calls
 
 
 def test_drafts_that_were_not_judged_are_a_fault(scheduler, caplog):

@@ -10,7 +10,7 @@ from routetrace.capture_agent.engines.sglang import disaggregation, plugin, seam
 from routetrace.capture_agent.engines.sglang.disaggregation import Role
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported
 from routetrace.common.errors import InvalidArgument
-from support.sglang_capture import Agent, capturing, req_of
+from support.sglang_capture import Agent, args_of, capturing, has_all_names, req_of
 
 Length = type("FINISH_LENGTH", (), {})
 Abort = type("FINISH_ABORT", (), {})
@@ -54,7 +54,7 @@ def hooks(monkeypatch):
     )
     module = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AFTER="after"))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
-    monkeypatch.setattr(seams, "check_found", lambda _: None)
+    has_all_names(monkeypatch)
     monkeypatch.setattr(seams, "check_applied", lambda _: None)
     return found
 
@@ -298,11 +298,10 @@ def test_kv_that_is_computed_again_under_new_weights_has_no_rows():
         ("decode", "enable_pd_role_switch", True),
     ],
 )
-def test_untested_modes_are_refused_by_name(mode, name, value):
-    refuse_unsupported(SimpleNamespace(disaggregation_mode="decode"))
-    refuse_unsupported(
-        SimpleNamespace(disaggregation_mode="prefill", enable_hierarchical_cache=True)
-    )
-    args = SimpleNamespace(**{"disaggregation_mode": mode, name: value})
+def test_untested_modes_are_refused_by_name(monkeypatch, mode, name, value):
+    has_all_names(monkeypatch)
+    refuse_unsupported(args_of(disaggregation_mode="decode"))
+    refuse_unsupported(args_of(disaggregation_mode="prefill", enable_hierarchical_cache=True))
+    args = args_of(**{"disaggregation_mode": mode, name: value})
     with pytest.raises(InvalidArgument, match=name):
         refuse_unsupported(args)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from routetrace.capture_agent.engines.sglang.seams import TESTED
 from support.version_pairs import PAIRS
 
 if sys.version_info >= (3, 11):
@@ -192,7 +193,7 @@ def test_tested_versions_are_those_of_the_tests():
     captured = (*setting("TRANSFORMERS").split(), *pins)
     for name, tested in (
         ("vLLM", setting("VLLM").split()),
-        ("SGLang", setting("SGLANG").split()),
+        ("SGLang", (*setting("SGLANG_OLDER").split(), *setting("SGLANG").split())),
         ("Transformers: capture", captured),
         ("Transformers: replay", (*setting("REPLAY").split(), *captured)),
     ):
@@ -205,6 +206,12 @@ def test_tested_versions_are_those_of_the_tests():
     image = re.search(r"python:([\d.]+)-slim", (ROOT / "docker" / "Dockerfile").read_text("utf-8"))
     assert image
     assert f"{image[1]} in the images" in row("Python")[1]
+
+
+def test_the_versions_of_sglang_are_those_of_its_targets():
+    assert (*setting("SGLANG_OLDER").split(), setting("SGLANG")) == TESTED
+    page = (ROOT / "docs" / "sglang.md").read_text("utf-8").split("\n## Versions\n")[1]
+    assert tuple(re.findall(r"^\| (0\.[\w.]+) \|", page.split("\n## ")[0], re.M)) == TESTED
 
 
 def test_the_versions_of_vllm_are_those_of_its_targets():

@@ -6,6 +6,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,10 @@ def prepare(target: str, **settings: Any) -> None:
     load_plugins()
 
 
+class _Over(Exception):
+    """The loop of a scheduler ends."""
+
+
 class Engine:
     """One scheduler, whose loop runs when it is called.
 
@@ -82,12 +87,16 @@ class Engine:
         self._intake: list[Any] = []
         self._each: Callable[[], bool] = lambda: False
         scheduler = self.scheduler
-        scheduler.output_streamer.send_to_detokenizer = SimpleNamespace(send_output=self._answered)
-        sender = scheduler.ipc_channels.send_to_tokenizer
+        streamer = getattr(scheduler, "output_streamer", scheduler)  # itself in 0.5.12
+        streamer.send_to_detokenizer = SimpleNamespace(send_output=self._answered)
         # Its method stays SGLang's own, on which a plugin may have a hook.
-        sender.socket = None
+        self.sender = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer
+        self.sender.socket = None
+        self.updater = getattr(scheduler, "weight_updater", scheduler)
         if hasattr(scheduler, "ingest_requests"):
             scheduler.ingest_requests = self._ingest
+        elif hasattr(scheduler, "recv_requests"):  # 0.5.12
+            scheduler.recv_requests = self._receive
         else:
             # Its class has slots, and is frozen.
             type(scheduler.request_receiver).recv_requests = lambda _: self._receive()
@@ -105,7 +114,8 @@ class Engine:
         """
         self._each = each
         self.scheduler.gracefully_exit = False
-        self.scheduler.run_event_loop()
+        with suppress(_Over):
+            self.scheduler.run_event_loop()
 
     @property
     def idle(self) -> bool:
@@ -115,6 +125,8 @@ class Engine:
     def _receive(self) -> list[Any]:
         if self._each():
             self.scheduler.gracefully_exit = True
+            if hasattr(self.scheduler, "recv_requests"):  # 0.5.12, whose loop has no end
+                raise _Over
         taken, self._intake = self._intake, []
         return taken
 
@@ -159,7 +171,7 @@ def request(
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
-        input_ids=array("q", tokens),
+        input_ids=_ids(TokenizedGenerateReqInput, tokens),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
@@ -171,6 +183,12 @@ def request(
         stream=False,
         **given,
     )
+
+
+def _ids(kind: Any, tokens: Sequence[int]) -> Any:
+    """Return token ids as a version's requests have them: 0.5.12 has lists."""
+    named = str(kind.__annotations__["input_ids"])
+    return array("q", tokens) if "array" in named else list(tokens)
 
 
 def spare_models(*used: str) -> None:

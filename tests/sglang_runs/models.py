@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from vllm_runs.reference import change_weights
+
 VOCABULARY = 512
 
 
@@ -45,6 +47,14 @@ def write_model(folder: Path, seed: int) -> Path:
         elif parameter.ndim >= 2:
             parameter.data.normal_(0, 0.05)
     model.save_pretrained(folder)
+    return folder
+
+
+def write_changed(model: Path) -> Path:
+    """Write a model with changed weights to a folder in that of the model; return it."""
+    target = Qwen3MoeForCausalLM.from_pretrained(model)
+    change_weights(target)
+    target.save_pretrained(folder := model / "changed")
     return folder
 
 

@@ -7,6 +7,7 @@ import torch
 
 from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.sglang import capture as captures
+from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.disaggregation import Role
 from routetrace.common.layout import ModelLayout
 
@@ -38,6 +39,9 @@ class Agent:
 class Request:
     """As much of SGLang's `Req` as is used."""
 
+    input_embeds = multimodal_inputs = lora_id = extra_key = positional_embed_overrides = None
+    bootstrap_host = bootstrap_port = bootstrap_room = None
+
     def __init__(self, rid, prompt, capture=True):
         self.rid, self.origin_input_ids, self.output_ids = rid, prompt, []
         self.capture = capture
@@ -51,6 +55,35 @@ class Passes:
 
     def on_forward_end(self, hook):
         self.hook = hook
+
+
+def args_of(**given):
+    """As much of SGLang's `ServerArgs` as is used, of the oldest version that is tested."""
+    off = (
+        "speculative_adaptive enable_hisparse enable_pdmux enable_two_batch_overlap "
+        "enable_single_batch_overlap enable_lmcache is_embedding enable_dp_attention "
+        "enable_hierarchical_cache enable_memory_saver enable_weights_cpu_backup "
+        "remote_instance_weight_loader_start_seed_via_transfer_engine"
+    )
+    none = "speculative_algorithm speculative_eagle_topk dllm_algorithm hicache_storage_backend"
+    return SimpleNamespace(
+        **{
+            **dict.fromkeys(off.split(), False),
+            **dict.fromkeys(none.split()),
+            **dict.fromkeys(("pp_size", "dp_size", "attn_cp_size"), 1),
+            "disaggregation_mode": "null",
+            "weight_version": "default",
+            **given,
+        }
+    )
+
+
+def has_all_names(monkeypatch):
+    """Have SGLang, as far as seams see it; return the set of names that it has."""
+    names = {seam.places[0] for seam in seams.table()}
+    monkeypatch.setattr(seams, "_is_there", lambda name: name in names)
+    monkeypatch.setattr(seams, "number", lambda: "0.5.99")
+    return names
 
 
 @contextmanager
@@ -68,8 +101,8 @@ def capturing(monkeypatch, role=Role.WHOLE):
     config = AgentConfig("localhost:1", "e", layout, block_size=4, num_blocks=99)
     capture = captures.Capture(passes, config, role=role)
 
-    def launch(*spans, slots, verifies=False):
-        """A pass of spans of (request, first position, rows)."""
+    def launch(*spans, slots, verifies=False, pool=None):
+        """A pass of spans of (request, first position, rows); slots of cached tokens by row."""
         mode = SimpleNamespace(
             is_idle=lambda: False, is_extend=lambda: True, is_target_verify=lambda: verifies
         )
@@ -79,8 +112,11 @@ def capturing(monkeypatch, role=Role.WHOLE):
             prefix_lens=[first for _, first, _ in spans],
             extend_lens=[n for _, _, n in spans],
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((1, 9), dtype=torch.int32)),
-            req_pool_indices_cpu=torch.zeros(len(spans), dtype=torch.int64),
         )
+        if pool is None:
+            batch.req_pool_indices_cpu = torch.zeros(len(spans), dtype=torch.int64)
+        else:  # SGLang 0.5.12
+            batch.req_to_token_pool.req_to_token = torch.tensor(pool)
         rows = torch.tensor([[[slot % 16, 1]] * 2 for slot in slots], dtype=torch.uint8)
         forward = SimpleNamespace(forward_mode=mode)
         return capture.run(lambda: passes.hook(forward, rows, torch.tensor(slots), None), batch)

@@ -260,7 +260,7 @@ class Clients:
             return result
 
         scheduler.process_batch_result = processed
-        sender = scheduler.ipc_channels.send_to_tokenizer
+        sender = self._engine.sender
         send = sender.send_output
 
         def sent(output: Any, req: Any = None) -> Any:

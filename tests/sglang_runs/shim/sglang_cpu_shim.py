@@ -18,17 +18,20 @@ from sglang_cpu_kernels import Corpus, attend_to_trees
 
 def register() -> None:
     """The entry point, in each process of SGLang."""
-    from sglang.srt.mem_cache.pool_host import common
-
+    try:
+        from sglang.srt.mem_cache.pool_host import common
+    except ImportError:  # 0.5.12
+        from sglang.srt.mem_cache import memory_pool_host as common
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     try:
         from sglang.srt.mem_cache.pool_host import mha as pools
-    except ImportError:  # 0.5.15
+    except ImportError:  # 0.5.12, 0.5.15
         from sglang.srt.mem_cache import memory_pool_host as pools
     pools.transfer_kv_direct = _transfer
     pools.torch = _Torch()  # pages on their way from storage
     torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
     torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     # The table of SGLang's own return in 0.5.15 is pinned where it is made.
     from sglang.srt.state_capturer import base
 
@@ -67,10 +70,13 @@ def _transfer_host_memory() -> None:
 def _speculate() -> None:
     try:
         from sglang.kernels.ops.speculative import ngram_corpus
+    except ImportError:  # 0.5.16
+        from sglang.jit_kernel import ngram_corpus
+    try:
         from sglang.srt.arg_groups import speculative_hook
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    except ImportError:  # 0.5.15
+    except ImportError:  # 0.5.12
         return
     ngram_corpus.get_ngram_corpus_cls = lambda: Corpus
     from sglang.srt.speculative.draft_utils import DraftBackendFactory

@@ -44,7 +44,6 @@ _log = logging.getLogger(__name__)
 _MAX_FAULTS = 3
 
 _NO_SPANS = np.empty((0, 3), np.int64)
-
 #: Rows of requests that decode: one each.
 _ONE = np.ones(1 << 12, np.int64)
 
@@ -374,7 +373,7 @@ class Capture:
 
 
 def _options(req: Any) -> RequestOptions | None:
-    # Beams share slots, and are reordered.
+    # Beams share slots, and are reordered; not before SGLang 0.5.23.
     if getattr(req, "beam_group", None) is not None or is_synthetic(req):
         return None
     return options_of(req.rid, req.sampling_params.custom_params)
@@ -388,12 +387,14 @@ def _spans(batch: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     if batch.forward_mode.is_extend():
         return np.array(batch.prefix_lens, np.int64), np.array(batch.extend_lens, np.int64)
     positions = batch.seq_lens_cpu.numpy() - 1
-    count = len(positions)
-    return positions, _ONE[:count] if count <= len(_ONE) else np.ones(count, np.int64)
+    n = len(positions)
+    return positions, _ONE[:n] if n <= len(_ONE) else np.ones(n, np.int64)
 
 
 def _prefixes(batch: Any, plan: Plan) -> torch.Tensor:
     """Return the slots of the cached tokens of all requests that start, private."""
-    table, rows = batch.req_to_token_pool.req_to_token, batch.req_pool_indices_cpu
+    table = batch.req_to_token_pool.req_to_token
+    rows = getattr(batch, "req_pool_indices_cpu", None)  # not in 0.5.12
+    rows = [req.req_pool_idx for req in batch.reqs] if rows is None else rows
     parts = [table[int(rows[start.index]), : start.num_computed] for start in plan.starts]
     return torch.cat(parts).to(torch.int64)

@@ -41,7 +41,7 @@ class Role(Enum):
     @classmethod
     def of(cls, server_args: Any) -> Role:
         """Return the role of a server."""
-        return cls(getattr(server_args, "disaggregation_mode", None) or cls.WHOLE.value)
+        return cls(server_args.disaggregation_mode or cls.WHOLE.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,7 @@ def transfer_id(req: Any) -> str | None:
     A port that the body leaves out is the default of each engine; if the defaults differ, so do
     the ids, and no KV moves either.
     """
-    host, port, room = (
-        getattr(req, f"bootstrap_{name}", None) for name in ("host", "port", "room")
-    )
+    host, port, room = req.bootstrap_host, req.bootstrap_port, req.bootstrap_room
     if not isinstance(host, str) or not isinstance(port, int) or not isinstance(room, int):
         return None
     if not host or is_synthetic(req):
@@ -138,10 +136,9 @@ def hook_transfers(capture: Callable[[], Any], moves: bool = True) -> None:
             current.arrives(given["req"], cached)
         current.loaded(slots)
 
-    hooks: list[tuple[str, Callable[..., Any]]] = [(seams.RECEIVED, allocated)]
     seams.check_found([seams.RECEIVED])
-    if seams.found(seams.RECOMPUTED) is not None:
-        hooks.append((seams.RECOMPUTED, _uncaptured))
+    wanted = (seams.RECEIVED, allocated), (seams.RECOMPUTED, _uncaptured)
+    hooks = [(place, hook) for seam, hook in wanted if (place := seam.place) is not None]
     for name, hook in hooks:
         HookRegistry.register(name, hook, HookType.AFTER)
     HookRegistry.apply_hooks()
@@ -156,4 +153,5 @@ def _uncaptured(payload: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
 
 def is_synthetic(req: Any) -> bool:
     """Whether no engine computes the prompt of a request: a decode engine's warm-up."""
-    return getattr(req, "bootstrap_host", None) == seams.SYNTHETIC_HOST
+    host: object = req.bootstrap_host
+    return host == seams.SYNTHETIC_HOST

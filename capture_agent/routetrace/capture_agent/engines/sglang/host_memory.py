@@ -77,10 +77,11 @@ class HostMemory:
         they allocate in another way.
         """
         pool = _pool(controller)
+        # SGLang 0.5.16 and older have no such domains.
         shares = getattr(pool, "shared_allocation_domain", None) is not None
         if self._controller is not None or shares or controller.page_size != self._size:
             return 0
-        return -(-int(getattr(pool, "size", 0)) // self._size)
+        return -(-int(pool.size) // self._size)
 
     def loaded(self, device: torch.Tensor, host: Any = None, controller: Any = None) -> None:
         """Note that KV comes into slots of the device: from host slots, or from elsewhere."""
@@ -144,7 +145,7 @@ def device_slots(moves: list[Move]) -> list[torch.Tensor]:
 
 def _pool(controller: Any) -> Any:
     """Return the pool of the slots that a controller copies to: of several, that of KV."""
-    anchor = getattr(controller.mem_pool_host, "anchor_entry", None)
+    anchor = getattr(controller.mem_pool_host, "anchor_entry", None)  # of several pools alone
     return controller.mem_pool_host if anchor is None else anchor.host_pool
 
 

@@ -16,6 +16,7 @@ from routetrace.capture_agent.config import AgentConfig
 from routetrace.capture_agent.engines.request_options import kv_cache_labels
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.disaggregation import Role, hook_transfers
+from routetrace.capture_agent.engines.sglang.ranks import ranks_of
 from routetrace.capture_agent.engines.sglang.settings import (
     MODELS,
     NGRAM,
@@ -23,7 +24,7 @@ from routetrace.capture_agent.engines.sglang.settings import (
     refuse_unsupported,
     settings_of,
 )
-from routetrace.common.errors import InvalidArgument, RouteTraceError
+from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 from routetrace.common.model_hash import model_hash
 
@@ -53,55 +54,41 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     after, around = HookType.AFTER, HookType.AROUND
-    hooks: list[tuple[str, Callable[..., Any], Any]] = [
-        (f"{seams.SCHEDULER}.run_batch", _run_batch, around),
+    wanted: list[tuple[seams.Seam, Callable[..., Any], Any]] = [
+        (seams.PASS, _run_batch, around),
         (seams.WORKERS, _workers_made, after),
         (seams.ANSWERED, _answers_sent, after),
-        (f"{seams.SCHEDULER}.flush_cache", _flushed, after),
-        (f"{seams.REQUEST}.reset_for_retract", _retracted, after),
+        (seams.ABORTED, lambda _, __, output, req=None: _aborted(output, req), after),
+        (seams.FLUSHED, _flushed, after),
+        (seams.RETRACTED, _retracted, after),
+        *((seam, _loaded, after) for seam in seams.LOADS),
+        *((seam, _written, after) for seam in seams.WRITES),
+        (seams.HOST_MADE, _host_made, after),
+        (seams.RECORDED, _recorded, after),
+        (seams.BEGUN, _session_begun, after),
+        (seams.ENDED, _session_ended, after),
+        (seams.RENAMED, _renamed, after),
+        (seams.RELEASED, _released, after),
+        (seams.STORE_ATTACHED, _store_attached, after),
     ]
-    # Aborts of requests that wait: where SGLang has a method for them, or as it sends them.
-    abort = f"{seams.SCHEDULER}.send_abort_output"
-    if seams.found(abort) is not None:
-        hooks.append((abort, lambda _, __, output, req=None: _aborted(output, req), after))
-    else:
-        hooks.append((seams.SENDER, lambda _, __, output, req=None: _aborted(output, req), after))
-    for seam, hook in (
-        *((name, _loaded) for name in seams.LOADS),
-        *((name, _written) for name in seams.WRITES),
-        (seams.HOST_MADE, _host_made),
-    ):
-        if seams.found(seam) is not None:
-            hooks.append((seam, hook, after))
-    for source, whole in (("disk", True), ("ipc", True), ("distributed", False), ("tensor", False)):
-        update = partial(_update, whole=whole)
-        hooks.append((f"{seams.UPDATER}.update_weights_from_{source}", update, around))
-    hooks += [
-        (name, hook, after)
-        for name, hook in (
-            (seams.RECORDED, _recorded),
-            (seams.BEGUN, _session_begun),
-            (seams.ENDED, _session_ended),
-            (seams.RENAMED, _renamed),
-            (seams.RELEASED, _released),
-            (seams.STORE_ATTACHED, _store_attached),
-        )
-        if seams.found(name) is not None
+    for source, seam in seams.UPDATES.items():
+        update = partial(_update, whole=source in ("disk", "ipc"))
+        wanted.append((seam, update, around))
+    if seams.ANSWERS.place is not None:
+        wanted += [(seams.STREAMER_MADE, _streamer_made, after), (seams.ANSWERS, _answered, after)]
+    if settings.probe:
+        wanted.append((seams.GRAPHS, _probe, after))
+    hooks = [
+        (place, hook, kind) for seam, hook, kind in wanted if (place := seam.place) is not None
     ]
-    if all(seams.found(name) is not None for name in (seams.STREAMER_MADE, seams.ANSWERS)):
-        hooks += [(seams.STREAMER_MADE, _streamer_made, after), (seams.ANSWERS, _answered, after)]
-    if settings.probe and seams.found(seams.GRAPHS) is not None:
-        hooks.append((seams.GRAPHS, _probe, after))
     names = [name for name, *_ in hooks]
 
     def made(_: Any, runner: Any, *__: Any, **___: Any) -> None:
         seams.check_applied(names)
-        try:
+        with seams.refusing():
             _attach(runner, settings)
-        except RouteTraceError as error:
-            raise seams.Refused(f"routetrace: {error}") from error
 
-    hooks.append((f"{seams.RUNNER}.init_routed_experts_capturer", made, after))
+    hooks.append((seams.CAPTURER_MADE.places[0], made, after))
     for name, hook, kind in hooks:
         HookRegistry.register(name, hook, kind)
 
@@ -112,8 +99,6 @@ def _attach(runner: Any, settings: Settings) -> None:
     if runner.is_draft_worker:
         return
     _attached = True
-    from sglang.srt.runtime_context import get_parallel
-
     from routetrace.capture_agent.engines.sglang.capture import Capture
     from routetrace.capture_agent.engines.sglang.tap import Tap
 
@@ -122,29 +107,29 @@ def _attach(runner: Any, settings: Settings) -> None:
         if os.environ.get(name, "").lower() in ("1", "true"):
             raise InvalidArgument(field=name, value="on", expected="off: experts are made up")
     num_drafts = 1
-    algorithm = getattr(runner.server_args, "speculative_algorithm", None)
+    algorithm = runner.server_args.speculative_algorithm
     if algorithm in (NGRAM, *MODELS):
         num_drafts = int(runner.server_args.speculative_num_draft_tokens)
         from routetrace.capture_agent.engines.sglang.speculation import hook_verifications
 
-        hook_verifications(algorithm, current)
+        hook_verifications(algorithm, num_drafts, current)
     role = Role.of(runner.server_args)
     if role is Role.DECODE:
-        backend = getattr(runner.server_args, "disaggregation_transfer_backend", None)
-        hook_transfers(current, backend != "fake")
+        hook_transfers(current, runner.server_args.disaggregation_transfer_backend != "fake")
     layout = ModelLayout.from_config(runner.model_config.hf_config)
     tap = Tap(runner, layout, num_drafts)  # on every rank: DeepEP gathers ids from all
     _tapped = runner, tap
-    parallel = get_parallel()
-    if parallel.attn_tp_rank != 0:
+    ranks = ranks_of(runner)
+    if ranks.attention != 0:
         tap.ignore()
         return
+    seams.tell_lost()
     page = int(runner.page_size)
     config = AgentConfig(
-        engine_id=settings.engine_id + _rank(runner, parallel),
+        engine_id=settings.engine_id + ranks.suffix,
         layout=layout,
         block_size=page,
-        num_blocks=int(runner.max_token_pool_size) // page + 2,  # one is padding
+        num_blocks=int(seams.value(seams.POOL_SIZE, runner)) // page + 2,  # one is padding
         attributes={"engine": "sglang", "model": str(runner.server_args.model_path)},
         model=_model(runner.model_config),
         **{"target": "", **settings.agent},
@@ -152,31 +137,23 @@ def _attach(runner: Any, settings: Settings) -> None:
     args = runner.server_args
     labels = kv_cache_labels(str(args.kv_cache_dtype), str(runner.model_config.dtype))
     # Without a memory saver SGLang gives nothing back.
-    _keeps_weights = not getattr(args, "enable_memory_saver", False) or bool(
-        getattr(args, "enable_weights_cpu_backup", False)
-    )
-    _capture = Capture(tap, config, labels, role, getattr(args, "weight_version", None))
+    _keeps_weights = not args.enable_memory_saver or bool(args.enable_weights_cpu_backup)
+    _capture = Capture(tap, config, labels, role, args.weight_version)
+    peers = "remote_instance_weight_loader_start_seed_via_transfer_engine"
+    if seams.RENAMED.place is None and getattr(args, peers):
+        _capture.weights.distrust()  # others may write them, and nobody tells this process
     # No pass has written to the KV cache yet.
-    _capture.flushed(external=not getattr(args, "hicache_storage_backend", None))
+    _capture.flushed(external=not args.hicache_storage_backend)
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))
 
 
 def _model(config: Any) -> str:
     """Return the hash of the model of SGLang's `ModelConfig`; "" if there is none."""
     try:
-        return model_hash(config.hf_config, getattr(config, "quantization", None))
+        return model_hash(config.hf_config, config.quantization)
     except Exception:  # rows are captured without it
         _log.warning("routetrace: the model has no hash", exc_info=True)
         return ""
-
-
-def _rank(runner: Any, parallel: Any) -> str:
-    """Return the suffix of the engine id that identifies this data-parallel rank."""
-    args = runner.server_args
-    replica = getattr(parallel, "dp_rank", getattr(runner, "dp_rank", None))
-    if int(getattr(parallel, "attn_dp_size", 1)) > 1:
-        replica = f"{replica or 0}-{parallel.attn_dp_rank}"
-    return f"-dp{replica or 0}" if int(getattr(args, "dp_size", 1)) > 1 else ""
 
 
 def _probe(_: Any, runner: Any, *__: Any, **___: Any) -> None:
@@ -187,10 +164,8 @@ def _probe(_: Any, runner: Any, *__: Any, **___: Any) -> None:
     from routetrace.capture_agent.engines.sglang.probe import probe
 
     tap, _tapped = _tapped[1], None
-    try:
+    with seams.refusing():
         probe(runner, tap)
-    except RouteTraceError as error:
-        raise seams.Refused(f"routetrace: {error}") from error
 
 
 def _workers_made(*_: Any, **__: Any) -> None:
@@ -217,8 +192,8 @@ def _answers_sent(_: Any, __: Any, reqs: Any, *___: Any, **____: Any) -> None:
 def _flushed(done: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     if _capture is not None and done:
         # A flush empties the host memory of HiCache, and nothing behind it.
-        controller = getattr(scheduler.tree_cache, "cache_controller", None)
-        _capture.flushed(external=not getattr(controller, "enable_storage", False))
+        controller = getattr(scheduler.tree_cache, "cache_controller", None)  # of HiCache alone
+        _capture.flushed(external=controller is None or not controller.enable_storage)
 
 
 def _store_attached(*_: Any, **__: Any) -> None:
@@ -260,10 +235,9 @@ def _update(
     _capture.weights.begin_call()
     try:
         result = original(updater, request, *args, **kw)
-        success = _succeeded(result)
+        success = bool(result.success)
     finally:
-        version = getattr(request, "weight_version", None)
-        _capture.weights.end_call(version, success=success, whole=whole)
+        _capture.weights.end_call(request.weight_version, success=success, whole=whole)
     return result
 
 
@@ -273,14 +247,13 @@ def _recorded(_: Any, __: Any, weight_version: Any = None, **___: Any) -> None:
 
 
 def _session_begun(result: Any, *_: Any, **__: Any) -> None:
-    if _capture is not None and _succeeded(result):
+    if _capture is not None and result.success:
         _capture.weights.begin_session()
 
 
-def _session_ended(result: Any, _: Any, request: Any = None, *__: Any, **___: Any) -> None:
+def _session_ended(result: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
     if _capture is not None:
-        kept = not getattr(request, "abort", False)
-        _capture.weights.end_session(success=kept and _succeeded(result))
+        _capture.weights.end_session(success=bool(result.success and not request.abort))
 
 
 def _renamed(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
@@ -290,13 +263,8 @@ def _renamed(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
 
 def _released(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:
     """Note that the memory of the weights was given back; no tags are all."""
-    tags = getattr(request, "tags", None) or ("weights",)
-    if _capture is not None and not _keeps_weights and "weights" in tags:
+    if _capture is not None and not _keeps_weights and "weights" in (request.tags or ("weights",)):
         _capture.weights.lose()
-
-
-def _succeeded(result: Any) -> bool:
-    return bool(getattr(result, "success", True))
 
 
 def _streamer_made(_: Any, scheduler: Any) -> None:

@@ -394,7 +394,5 @@ def tokens_of(*parts: Sequence[int]) -> Tokens:
 
 def _is_text(req: Any) -> bool:
     """Whether the token ids of a request and the weights alone determine its rows."""
-    return all(
-        getattr(req, name, None) is None
-        for name in ("input_embeds", "multimodal_inputs", "lora_id", "extra_key")
-    )
+    given = (req.input_embeds, req.multimodal_inputs, req.lora_id, req.extra_key)
+    return all(each is None for each in (*given, req.positional_embed_overrides))

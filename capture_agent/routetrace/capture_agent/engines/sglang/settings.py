@@ -29,6 +29,10 @@ VARIABLE = "ROUTETRACE_SGLANG"
 NGRAM = "NGRAM"
 MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
 
+#: Modes that SGLang 0.5.12, or a later one that is tested, does not have. All have the others.
+_LATER = {"dcp_size", "radix_cache_backend", "enable_flexkv"}
+_LATER |= {"enable_pd_role_switch", "enable_unified_cache_external_linker"}
+
 _SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "attributes", "model"}
 _SET_BY_US |= {"num_host_blocks"}
 _SETTINGS = {f.name for f in fields(AgentConfig)} - _SET_BY_US | {"probe"}
@@ -90,20 +94,21 @@ def _parsed(given: str) -> dict[str, Any]:
 
 
 def refuse_unsupported(server_args: Any) -> None:
-    """Raise InvalidArgument if a server runs in a mode with wrong or lost rows.
+    """Refuse a server that runs in a mode with wrong or lost rows.
 
     Args:
         server_args: SGLang's `ServerArgs`, resolved.
+
+    Raises:
+        InvalidArgument: with the setting.
+        Refused: if this version of SGLang lacks a name that a setting needs.
     """
     for name, expected in _unsupported(server_args):
         raise InvalidArgument(field=name, value=getattr(server_args, name), expected=expected)
-    dp_attention = getattr(server_args, "enable_dp_attention", False)
-    if dp_attention and not hasattr(seams.found(seams.BATCH), seams.NUM_TOKENS):
-        raise InvalidArgument(
-            field="enable_dp_attention",
-            value=True,
-            expected="off: this version of SGLang does not note which tokens are padding",
-        )
+    if server_args.enable_dp_attention:
+        seams.check_found(seams.used_by(seams.DP_ATTENTION))
+    if server_args.enable_hierarchical_cache:
+        seams.check_found(seams.used_by(seams.HICACHE))
 
 
 def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
@@ -126,14 +131,13 @@ def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
         ("enable_single_batch_overlap", (False,), "off: parts of a batch share rows"),
         ("enable_lmcache", (False,), "off: KV arrives without notice"),
         ("enable_unified_cache_external_linker", (False,), "off: KV arrives without notice"),
+        ("enable_flexkv", (False,), "off: KV arrives without notice"),
         ("radix_cache_backend", (None,), "the default: others move KV without notice"),
         ("is_embedding", (False,), "off: nothing is sampled"),
     ):
-        # A mode that this version of SGLang lacks is not on.
-        if getattr(args, name, fine[0]) not in fine:
+        if (name not in _LATER or hasattr(args, name)) and getattr(args, name) not in fine:
             yield name, expected
-    branches = getattr(args, "speculative_eagle_topk", 1) not in (None, 1)
-    if branches and getattr(args, "speculative_algorithm", None) in MODELS:
+    if args.speculative_algorithm in MODELS and args.speculative_eagle_topk not in (None, 1):
         yield "speculative_eagle_topk", "1: trees with branches are not tested"
     role = Role.of(args)
     for roles, name, expected in (
@@ -144,5 +148,5 @@ def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
         ),
         ((Role.DECODE,), "enable_hierarchical_cache", "off in a decode engine: not tested"),
     ):
-        if role in roles and getattr(args, name, None) not in (None, False, "NONE"):
+        if role in roles and getattr(args, name) not in (None, False, "NONE"):
             yield name, expected

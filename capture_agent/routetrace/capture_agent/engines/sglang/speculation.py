@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.requests import Ints, Plan
@@ -29,11 +30,12 @@ from routetrace.capture_agent.engines.sglang.settings import NGRAM
 UNKNOWN_POSITION = 1 << 40
 
 
-def hook_verifications(algorithm: str, capture: Callable[[], Any]) -> None:
+def hook_verifications(algorithm: str, num_drafts: int, capture: Callable[[], Any]) -> None:
     """Hook SGLang's verification of drafts, in a server that uses it.
 
     Args:
         algorithm: SGLang's `speculative_algorithm`.
+        num_drafts: tokens that a pass verifies of one request.
         capture: returns the capture of this process, None without one.
 
     Raises:
@@ -41,9 +43,9 @@ def hook_verifications(algorithm: str, capture: Callable[[], Any]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def moved(_: Any, batch: Any, accepted: Any, num_drafts: Any, *__: Any, **___: Any) -> None:
+    def moved(_: Any, batch: Any, accepted: Any, correct: Any, *__: Any, **___: Any) -> None:
         if (current := capture()) is not None:
-            current.judged(accepted, batch.seq_lens, num_drafts + 1)
+            current.judged(accepted, batch.seq_lens, correct + 1)
 
     def generated(result: Any, *_: Any, **__: Any) -> None:
         if (current := capture()) is not None:
@@ -51,16 +53,28 @@ def hook_verifications(algorithm: str, capture: Callable[[], Any]) -> None:
 
     def verified(result: Any, batch: Any, *_: Any, **__: Any) -> None:
         if (current := capture()) is not None:
-            current.judged(result.accept_index, batch.seq_lens, result.accept_lens)
+            counts = result.accept_lens
+            accepted = getattr(result, "accept_index", None)
+            if accepted is None:  # SGLang 0.5.16: without branches the front of each tree
+                accepted = front(counts, num_drafts)
+            current.judged(accepted, batch.seq_lens, counts)
 
-    hooks: tuple[tuple[str, Callable[..., Any]], ...] = ((seams.VERIFIED, verified),)
+    wanted: tuple[tuple[seams.Seam, Callable[..., Any]], ...] = ((seams.VERIFIED, verified),)
     if algorithm == NGRAM:
-        hooks = (seams.MOVE, moved), (seams.NGRAM, generated)
-    seams.check_found([name for name, _ in hooks])
+        wanted = (seams.MOVED, moved), (seams.DRAFTED, generated)
+    seams.check_found(seams.used_by(wanted[0][0].used_by))
+    hooks = [(seam.places[0], hook) for seam, hook in wanted]
     for name, hook in hooks:
         HookRegistry.register(name, hook, HookType.AFTER)
     HookRegistry.apply_hooks()
     seams.check_applied([name for name, _ in hooks])
+
+
+def front(counts: torch.Tensor, num_drafts: int) -> torch.Tensor:
+    """Return the rows [m, d] of the first accepted tokens of trees, -1 behind their ends."""
+    steps = torch.arange(num_drafts, device=counts.device)
+    roots = torch.arange(len(counts), device=counts.device)[:, None] * num_drafts
+    return torch.where(steps < counts[:, None], roots + steps, -1)
 
 
 def accepted_part(

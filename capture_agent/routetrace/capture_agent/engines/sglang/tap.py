@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from routetrace.capture_agent.engines.sglang.seams import CAPTURER, NUM_TOKENS, found
+from routetrace.capture_agent.engines.sglang import seams
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
 
@@ -32,8 +32,8 @@ _DTYPES = {1: torch.uint8, 2: torch.int16}
 class PassRows:
     """Tensors of one pass, on their way to the host as SGLang's own output would be.
 
-    SGLang calls `map_device_tensors` where it copies on a stream of its own, and `finalize` once
-    the copies have arrived, in the order of the passes.
+    SGLang calls `map_device_tensors`, or `copy_to_cpu` before 0.5.15, where it copies, and
+    `finalize` once the copies have arrived, in the order of the passes.
 
     Args:
         rows: [n, L, K] ids.
@@ -74,10 +74,14 @@ class PassRows:
     def map_device_tensors(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Start copies to the host."""
         if self._native is not None:
-            self._native.map_device_tensors(copy)
+            _map_tensors(self._native, copy)
         self._tensors = [copy(tensor) for tensor in self._tensors]
         if self._outcome is not None:
             self._outcome = copy(self._outcome)
+
+    def copy_to_cpu(self) -> None:
+        """Start copies to the host on the stream of the pass."""
+        self.map_device_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def finalize(self) -> None:
         """Deliver the pass: its copies have arrived."""
@@ -114,7 +118,7 @@ class Tap:
     """
 
     def __init__(self, runner: Any, layout: ModelLayout, num_drafts: int = 1) -> None:
-        module = found(CAPTURER)
+        module = seams.found(seams.CAPTURER.places[0])
         capturer = module.get_global_experts_capturer()
         self.native = capturer is not None
         if capturer is None:
@@ -173,12 +177,14 @@ class Tap:
             if self.native:
                 native = self._inner(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu)
                 if native is not None and self._is_part(native):
-                    native.map_device_tensors(torch.clone)  # before the buffer is poisoned
+                    _map_tensors(native, torch.clone)  # before the buffer is poisoned
+            # SGLang 0.5.16 and older have slots of one kind.
             slots = getattr(forward_batch, "out_cache_loc_virtual", None)
             if slots is None:
                 slots = forward_batch.out_cache_loc
             if slots is not None:
-                slots = slots[: getattr(forward_batch, NUM_TOKENS, None)]
+                # Without that number ranks that pad are refused.
+                slots = slots[: getattr(forward_batch, "_original_num_tokens", None)]
             if slots is None or slots.numel() == 0:
                 self.poison()  # a pass of other ranks may have written
                 return native
@@ -217,15 +223,22 @@ class Tap:
         self._capturer.device_cache.buffer.fill_(self._unwritten)
 
 
+def _map_tensors(native: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the tensors of SGLang's own output by copies."""
+    for name, value in list(vars(native).items()):
+        if isinstance(value, torch.Tensor):
+            setattr(native, name, copy(value))
+
+
 def _without_table(kind: Any, runner: Any) -> Any:
     """Return a capturer whose table in host memory has one slot, so that it costs nothing."""
-    shared = getattr(runner.model, "shared_experts_config", None)
+    shared = getattr(runner.model, "shared_experts_config", None)  # not before 0.5.23
     if shared is not None:
         num_shared = shared.num_fused_shared_experts
-    elif getattr(runner.server_args, "disable_shared_experts_fusion", False):
+    elif runner.server_args.disable_shared_experts_fusion:
         num_shared = 0
     else:
-        num_shared = getattr(runner.model, "num_fused_shared_experts", 0)
+        num_shared = getattr(runner.model, "num_fused_shared_experts", 0)  # few models have it
     return kind(
         runner.model_config,
         num_tokens=1,

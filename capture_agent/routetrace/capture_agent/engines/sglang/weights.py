@@ -52,7 +52,7 @@ class Weights:
         self._torn = False  # a call failed, and weights of it may still be there
         self._call: _Call | None = None
         self._session: _Session | None = None
-        self._changed = self._warned = False
+        self._changed = self._warned = self._distrusted = False
 
     @property
     def torn(self) -> bool:
@@ -62,7 +62,7 @@ class Weights:
     @property
     def version(self) -> int | None:
         """The version; None while it is unknown, or the weights are torn."""
-        return None if self.torn else self._newest
+        return None if self.torn or self._distrusted else self._newest
 
     def check_told(self) -> None:
         """Warn, once, if a pass is computed by new weights whose version nobody gave."""
@@ -130,6 +130,10 @@ class Weights:
         if self._session is not None:
             self._session.number = None
         self._newest, self._changed = None, True
+
+    def distrust(self) -> None:
+        """Record that others may write the weights, and that nobody tells: no version counts."""
+        self._distrusted = True
 
     def begin_session(self) -> None:
         """Begin a session of calls that replace the weights part by part."""
