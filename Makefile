@@ -15,7 +15,7 @@ pins    = $(if $(filter undefined,$(origin PINS)),-c constraints/$(1).txt)
 
 .PHONY: demo demo-scale test compiled test-slow test-long test-fast check check-full \
 	check-newest check-frameworks lock lint bench test-exact test-docs test-two-commands test-mutations test-install \
-	test-transformers test-trainers test-vllm test-vllm-older test-vllm-scheduler test-sglang \
+	test-transformers test-trainers test-frameworks test-vllm test-vllm-older test-vllm-scheduler test-sglang \
 	test-sglang-older test-sglang-scheduler \
 	test-faults test-neighbours test-docker test-kubernetes test-scale test-alerts test-loaded \
 	test-page bench-page screenshots chromium browser vllm-env \
@@ -322,6 +322,18 @@ test-trainers:
 	PYTHON=$(PYTHON) TRAINERS_VENV=$(TRAINERS_VENV) TORCH='$(TORCH)' scripts/trainers_env.sh
 	OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest -q -W ignore tests/trainer_runs
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m trainer_runs
+
+# verl and SkyRL as they are published, with what they ask for in the versions that they allow: rows
+# in their own columns, and replay on their versions of torch and transformers.
+FRAMEWORKS ?= verl skyrl
+test-frameworks:
+	for name in $(FRAMEWORKS); do \
+		PYTHON=$(PYTHON) scripts/framework_env.sh $$name || exit 1; \
+		PYTHONPATH=tests OMP_NUM_THREADS=1 .venv-$$name/bin/python -m trainer_runs \
+			$${name}_checks || exit 1; \
+		OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest -q -W ignore -m 'not slow' \
+			tests/trainers/test_replay.py tests/trainers/test_replay_families.py || exit 1; \
+	done
 
 # Everything that is measured, beside rivals and limits, in an environment of its own (it holds Ray,
 # Redis' client and Arrow); redis-server is used where it is installed. BENCH=--quick shows that it

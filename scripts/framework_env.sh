@@ -8,7 +8,12 @@ name=$1
 venv=${VENV:-.venv-$name}
 case $name in
   verl) packages=('verl[cpu]==0.9.1') ;;
-  skyrl) packages=('skyrl[skyrl-train]==0.3.0' torch==2.11.0) ;;
+  # Its extra skyrl-train, without flash-attn, which needs CUDA to be built, and the cluster's parts.
+  skyrl) packages=(
+    'skyrl==0.3.0' torch==2.11.0 'skyrl-gym==0.4.0' 'ray==2.56.0' 'hydra-core==1.3.2' 'peft==0.18.1'
+    loguru tqdm tensorboard func_timeout accelerate torchdata omegaconf 'datasets>=4' tensordict
+    jaxtyping polars fastapi uvicorn
+  ) ;;
   *) echo "no such framework: $name; expected verl or skyrl" >&2 && exit 2 ;;
 esac
 
