@@ -30,7 +30,7 @@ PAGE = ROOT / "docs/compatibility.md"
 BEGIN, END = "<!-- frameworks: make check-frameworks -->\n", "<!-- end of frameworks -->\n"
 
 ENGINES = ("vllm", "sglang", "transformers")
-FRAMEWORKS = ("verl", "skyrl", "trl", "ms-swift", "openrlhf", "areal", "unsloth")
+FRAMEWORKS = ("verl", "skyrl", "trl", "ms-swift", "openrlhf", "areal")
 #: Of frameworks that are on no index, as of the day of their sources.
 SOURCES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("NeMo-RL", "2026-08-22", {"vllm": "==0.25.1", "transformers": "<5.9"}),

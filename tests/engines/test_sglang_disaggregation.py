@@ -8,6 +8,7 @@ import torch
 
 from routetrace.capture_agent.engines.sglang import disaggregation, plugin, seams
 from routetrace.capture_agent.engines.sglang.disaggregation import Role
+from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported
 from routetrace.common.errors import InvalidArgument
 from support.sglang_capture import Agent, args_of, capturing, has_all_names, req_of
@@ -286,6 +287,19 @@ def test_kv_that_is_computed_again_under_new_weights_has_no_rows():
         "custom_params": {"routetrace": {"capture": False}},
     }
     assert payload["sampling_params"] == {"top_p": 1.0, "max_new_tokens": 1}
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_pairs_are_refused_in_a_version_whose_pairs_were_not_compared(monkeypatch, mode):
+    names = has_all_names(monkeypatch)
+    args = args_of(disaggregation_mode=mode)
+    refuse_unsupported(args)
+    names.discard(seams.PAIRED.places[0])  # SGLang 0.5.12
+    refuse_unsupported(args_of())
+    with pytest.raises(
+        seams.Refused, match=r"which --disaggregation-mode needs; use SGLang 0\.5\.15"
+    ):
+        refuse_unsupported(args)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,6 @@ RUNS = (
         env={**_PROCESSES, **_CALLS},
         native=False,  # has no rows of what came from elsewhere
         beside=True,
-        inside=True,
         share=(1, 2),
     ),
     Run(

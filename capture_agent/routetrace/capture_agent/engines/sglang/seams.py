@@ -139,7 +139,7 @@ RELEASED = _seam(f"{_UPDATER}.release_memory_occupation", f"{_SCHEDULER}.release
 # ------------------------------------------------- needed by a setting
 
 HICACHE, DP_ATTENTION = "--enable-hierarchical-cache", "--enable-dp-attention"
-NGRAM = "--speculative-algorithm NGRAM"
+NGRAM, PAIRS = "--speculative-algorithm NGRAM", "--disaggregation-mode"
 #: Copies of KV between the device and host memory, and what makes that memory known.
 LOADS = LOADED, _seam(f"{_HYBRID}.load", used_by=HICACHE)
 WRITES = tuple(_seam(f"{name}.write", used_by=HICACHE) for name in (_CONTROLLER, _HYBRID))
@@ -159,6 +159,8 @@ NUM_TOKENS = _seam(
 RECEIVED = _seam(
     "disaggregation.decode.DecodePreallocQueue._pre_alloc", used_by="--disaggregation-mode decode"
 )
+#: The first version whose prefill and decode engines were compared is the first that has it.
+PAIRED = _seam(f"{_SCHEDULER}.init_output_streamer", since="0.5.15.post1", used_by=PAIRS)
 #: Where drafts follow earlier tokens: what moves the KV of accepted ones, and the worker. The first
 #: version with that module is the first whose drafts a CPU runs: their rows were compared.
 MOVED = _seam(

@@ -109,6 +109,8 @@ def refuse_unsupported(server_args: Any) -> None:
         seams.check_found(seams.used_by(seams.DP_ATTENTION))
     if server_args.enable_hierarchical_cache:
         seams.check_found(seams.used_by(seams.HICACHE))
+    if Role.of(server_args) is not Role.WHOLE:
+        seams.check_found(seams.used_by(seams.PAIRS))
 
 
 def _unsupported(args: Any) -> Iterator[tuple[str, str]]:
