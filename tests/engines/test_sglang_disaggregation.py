@@ -8,7 +8,6 @@ import torch
 
 from routetrace.capture_agent.engines.sglang import disaggregation, plugin, seams
 from routetrace.capture_agent.engines.sglang.disaggregation import Role
-from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.settings import refuse_unsupported
 from routetrace.common.errors import InvalidArgument
 from support.sglang_capture import Agent, args_of, capturing, has_all_names, req_of
