@@ -213,6 +213,8 @@ def config_of(**changes):
             runner_type="generate",
             is_encoder_decoder=False,
             dtype=torch.bfloat16,
+            multimodal_config=None,
+            quantization=None,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS, async_scheduling=False),
@@ -222,6 +224,11 @@ def config_of(**changes):
             data_parallel_size=1,
             data_parallel_rank=0,
             data_parallel_index=0,
+            nnodes=1,
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            use_sequence_parallel_moe=False,
         ),
         compilation_config=SimpleNamespace(),
         speculative_config=None,
@@ -363,6 +370,25 @@ def test_ways_to_run_that_can_not_be_captured_are_refused(vllm, changes, field):
     with pytest.raises(InvalidArgument) as error:
         refuse_unsupported(config_of(**changes))
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("use_ubatching", refuse_unsupported),
+        ("prefill_context_parallel_size", refuse_unsupported),
+        (
+            "decode_context_parallel_size",
+            lambda config: attention_group(None, config.parallel_config),
+        ),
+        ("nnodes", settings_of),
+    ],
+)
+def test_a_version_that_calls_an_option_otherwise_is_refused(vllm, name, read):
+    config = config_of(additional_config={"routetrace": {"target": "traces:7411"}})
+    delattr(config.parallel_config, name)
+    with pytest.raises(InvalidArgument, match=rf"{name} is no option .* docs/vllm"):
+        read(config)
 
 
 PIPELINE = {"parallel_config__pipeline_parallel_size": 2}
@@ -629,6 +655,7 @@ def data_parallel(vllm, sizes, rank, tp_size=1, local_sizes=None):
         parallel_config__data_parallel_size=len(sizes),
         parallel_config__data_parallel_rank=rank,
         parallel_config__tensor_parallel_size=tp_size,
+        parallel_config__use_sequence_parallel_moe=tp_size > 1,
     )
 
 

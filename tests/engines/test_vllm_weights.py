@@ -322,7 +322,9 @@ def core(monkeypatch):
                 kv_transfer_config=None,
                 additional_config={"routetrace": settings} if settings is not None else {},
                 instance_id="boot",
-                parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=1),
+                parallel_config=SimpleNamespace(
+                    data_parallel_index=0, nnodes=1, data_parallel_size=1
+                ),
             )
             self.called = []
             self.model_executor = SimpleNamespace(collective_rpc=self._rpc)

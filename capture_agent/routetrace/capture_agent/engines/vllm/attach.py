@@ -286,7 +286,9 @@ class Attachment:
         Raises:
             InvalidArgument: with the layers that did not, and their faults.
         """
-        dummy = getattr(self._worker, "execute_dummy_batch", None)
+        dummy = getattr(
+            self._worker, "execute_dummy_batch", None
+        )  # workers of others may have none
         if dummy is None:
             _log.warning("routetrace: capture is not checked: the worker has no dummy batch")
             return
@@ -316,7 +318,7 @@ class Attachment:
 def model_of(model_config: Any) -> str:
     """Return the hash of a model; "" if it cannot be known."""
     try:
-        return model_hash(model_config.hf_config, getattr(model_config, "quantization", None))
+        return model_hash(model_config.hf_config, model_config.quantization)
     except Exception:
         _log.exception("routetrace: the model is not known")
         return ""

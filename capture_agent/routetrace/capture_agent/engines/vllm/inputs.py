@@ -36,7 +36,7 @@ class Inputs:
         from 0 in each process, where both caches that need them are off.
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
-        multimodal = getattr(model, "multimodal_config", None)
+        multimodal = model.multimodal_config
         named = (
             multimodal is None
             or multimodal.mm_processor_cache_gb > 0

@@ -237,7 +237,7 @@ def _among_ranks(parallel: Any) -> Read:
     from vllm.forward_context import get_forward_context
 
     rank, tp_size = parallel.data_parallel_rank, parallel.tensor_parallel_size
-    sharded = getattr(parallel, "use_sequence_parallel_moe", tp_size > 1)
+    sharded = parallel.use_sequence_parallel_moe
 
     def read(topk_ids: Ids) -> Ids:
         metadata = get_forward_context().dp_metadata
@@ -248,7 +248,7 @@ def _among_ranks(parallel: Any) -> Read:
             metadata.num_tokens_across_dp_cpu.tolist(),
             rank,
             tp_size=tp_size,
-            shard_sizes=getattr(metadata, "local_sizes", None),
+            shard_sizes=metadata.local_sizes,
             all_gather=_gather if sharded else None,
         )
 

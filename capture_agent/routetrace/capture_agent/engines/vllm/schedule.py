@@ -161,16 +161,16 @@ class Schedule:
         for request_id in output.preempted_req_ids or ():
             if known := self._requests.get(request_id):
                 self._preempt(known, events)
-        copies = getattr(output, "kv_cache_block_copies", None)
+        copies = getattr(output, "kv_cache_block_copies", None)  # vLLM before 0.26 copies none
         if copies and self._group is not None:
             # Contents of copied blocks are not followed.
             events.append(External(pack_blocks(copy.dst_block_id for copy in copies)))
         if self._allocated:
             self._report_loads(output, events)
         cached = output.scheduled_cached_reqs
-        updates = getattr(output, "block_table_updates", None)
+        updates = getattr(output, "block_table_updates", None) or {}  # 0.30 alone exchanges blocks
         if output.scheduled_new_reqs or cached.resumed_req_ids or updates:
-            self._report_starts(output, requests, events)
+            self._report_starts(output, requests, updates, events)
         elif self._group is not None:
             self._add_blocks(cached.req_ids, cached.new_block_ids, events)
         spans = self._spans(output)
@@ -185,7 +185,13 @@ class Schedule:
                 events.append(External(self._blocks(blocks.get_block_ids()), num_local))
         self._allocated.clear()
 
-    def _report_starts(self, output: Any, requests: Mapping[str, Any], events: list[Event]) -> None:
+    def _report_starts(
+        self,
+        output: Any,
+        requests: Mapping[str, Any],
+        updates: Mapping[str, Any],
+        events: list[Event],
+    ) -> None:
         """Report begins, resumes and new blocks of a step that has any of the first two."""
         starts: dict[str, list[Event]] = defaultdict(list)
         for data in output.scheduled_new_reqs:
@@ -216,7 +222,7 @@ class Schedule:
             ]
         if self._group is not None:
             self._add_blocks(ids, given, events)
-        for request_id, blocks in (getattr(output, "block_table_updates", None) or {}).items():
+        for request_id, blocks in updates.items():
             # Contents of exchanged blocks are not followed.
             known = self._requests[request_id]
             self._waiting[request_id] = known.request, 0

@@ -76,7 +76,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
     if not engine_id:
         # Unique, but not the same after a restart.
         engine_id = f"vllm-{socket.gethostname()}-{boot_id}"
-        if getattr(parallel, "nnodes", 1) > 1:
+        if _read(parallel, "nnodes") > 1:
             raise InvalidArgument(
                 field="engine_id", value="", expected="a name: the engine spans several hosts"
             )
@@ -111,13 +111,25 @@ def _plugin_settings(config: Any) -> Mapping[str, Any] | None:
     return given
 
 
+def _read(config: Any, name: str) -> Any:
+    """Return an option that vLLM 0.23 to 0.33 have; another version may call it otherwise."""
+    if not hasattr(config, name):
+        raise InvalidArgument(
+            field=name,
+            value=f"no option of {type(config).__name__}",
+            expected="an option: without it, a way to run with wrong or lost rows cannot be told",
+            remedy="use a version of vLLM that docs/vllm.md names as tested",
+        )
+    return getattr(config, name)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raise InvalidArgument if the engine runs in a mode with wrong or lost rows."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for field, value, fine, why in (
-        ("enable_dbo", getattr(parallel, "use_ubatching", False), False,
+        ("enable_dbo", _read(parallel, "use_ubatching"), False,
          "off: halves of a batch that overlap write to the same rows"),
-        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1), 1,
+        ("prefill_context_parallel_size", _read(parallel, "prefill_context_parallel_size"), 1,
          "1: tokens of a request are spread over ranks"),
         ("runner_type", model.runner_type, "generate", "'generate': others sample no tokens"),
         ("is_encoder_decoder", bool(model.is_encoder_decoder), False, "a decoder-only model"),
@@ -165,7 +177,7 @@ def attention_group(kv_cache_config: Any, parallel_config: Any) -> tuple[int, in
     Sliding windows and states recycle their blocks, so that their slots do not identify tokens.
     Under decode context parallelism the scheduler's block is one block of each rank.
     """
-    ranks = getattr(parallel_config, "decode_context_parallel_size", 1)
+    ranks = _read(parallel_config, "decode_context_parallel_size")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for index, group in enumerate(kv_cache_config.kv_cache_groups):

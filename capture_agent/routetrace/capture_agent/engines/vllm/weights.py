@@ -225,6 +225,7 @@ def watch(worker: Any, model: Any, weights: Weights) -> None:
         return weights.replacing(whole=not args and kwargs.get("weights_iterator") is None)
 
     def begin(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        # Workers of others may lack it: then the call may touch the weights.
         return weights.beginning(possible=getattr(worker, "weight_transfer_engine", 0) is not None)
 
     _surround(model, "load_weights", lambda *_, **__: weights.replacing())
