@@ -74,8 +74,8 @@ check-full:
 check-newest:
 	$(PYTHON) scripts/newest.py
 
-# What the newest releases of RL frameworks pin, and what routetrace does there; --write puts it into
-# docs/compatibility.md. Ends with 1 if an engine there is neither tested nor refused.
+# What the newest releases of RL frameworks pin, and what routetrace does there; WRITE=--write puts it
+# into docs/compatibility.md.
 check-frameworks: $(VENV)/.dev
 	$(PY) scripts/frameworks.py $(WRITE)
 

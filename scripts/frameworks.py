@@ -2,7 +2,7 @@
 
 The newest wheel of each framework is read, not installed. Where a range is allowed, the newest
 version of the index counts. Frameworks that are on no index have the pins of their sources, with
-their day. Ends with 1 if an engine or a version of Transformers is neither tested nor refused.
+their day. Ends with 1 if a version is neither tested nor known to load no plugins.
 
     python scripts/frameworks.py --write    # the table of docs/compatibility.md, too
 """
@@ -38,15 +38,10 @@ SOURCES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("slime", "2026-08-23", {"sglang": "==0.5.15.post1"}),
     ("miles", "2026-08-23", {"sglang": "==0.5.16"}),
 )
-#: Versions in which routetrace does not run, and what it says there.
-REFUSED = {
-    "sglang": (
-        SpecifierSet("<=0.5.10.post1"),
-        "not loaded: SGLang has no plugins (`sglang.srt.plugins`) there",
-    ),
-}
-#: Versions that are tested, but by no target of the Makefile that names them.
-ELSEWHERE = {"vllm": {"0.33.0"}, "sglang": set[str](), "transformers": set[str]()}
+#: Versions of SGLang in which routetrace cannot start, nor say so.
+WITHOUT_PLUGINS = SpecifierSet("<=0.5.10.post1")
+#: Versions of vLLM that run on a GPU alone.
+ON_GPU = ("0.33.0",)
 
 
 class Index(Protocol):
@@ -102,7 +97,7 @@ class Row(NamedTuple):
 
     pin: Pin
     result: str
-    """`tested by`, `refused` with its text, or `untested`."""
+    """The target that tests it, why it is not loaded, or `untested`."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -126,7 +121,7 @@ def tested() -> dict[str, dict[str, str]]:
             ("make test-vllm-scheduler", setting("VLLM_SCHEDULERS")),
             ("make test-vllm-older", re.findall(r"test-vllm VLLM=(\S+)", text)),
             ("make test-vllm", setting("VLLM")),
-            ("make test-gpu", ELSEWHERE["vllm"]),
+            ("make test-gpu", ON_GPU),
         ],
         "sglang": [
             ("make test-sglang-older", setting("SGLANG_OLDER")),
@@ -195,8 +190,8 @@ def judge(pin: Pin, by: Mapping[str, Mapping[str, str]]) -> Row:
         for other, target in known.items():
             if Version(other).release[:2] == version.release[:2]:
                 return Row(pin, f"tested as {other}: `{target}`")
-    if pin.package in REFUSED and version in REFUSED[pin.package][0]:
-        return Row(pin, REFUSED[pin.package][1])
+    if pin.package == "sglang" and version in WITHOUT_PLUGINS:
+        return Row(pin, "not loaded: SGLang has no plugins (`sglang.srt.plugins`) there")
     return Row(pin, "untested")
 
 
@@ -209,7 +204,7 @@ def table(rows: Iterable[Row], day: str) -> str:
 
 
 def main(index: Index | None = None) -> int:
-    """Return 1 if a version is neither tested nor refused."""
+    """Return 1 if a version is neither tested nor known to load no plugins."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="also into docs/compatibility.md")
     args = parser.parse_args()
@@ -229,7 +224,7 @@ def main(index: Index | None = None) -> int:
         PAGE.write_text(before + table(rows, today) + after, "utf-8")
     missing = [row for row in rows if row.result == "untested"]
     if missing:
-        print(f"{len(missing)} of {len(rows)} versions are neither tested nor refused")
+        print(f"{len(missing)} of {len(rows)} versions are not tested")
     return int(bool(missing))
 
 

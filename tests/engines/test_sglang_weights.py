@@ -106,7 +106,9 @@ class Updater:
         """End the session, once each part was sent; or give it up."""
         whole = self.session == set(range(PARTS))
         success = self.session is not None and self.rng.random() < 0.9
-        request = SimpleNamespace(abort=self.session is not None and not whole)
+        request = SimpleNamespace()
+        if self.session is not None and not whole:
+            request.abort = True
         if self.session is not None and success and self.deferred and whole:
             plugin._recorded(None, self, weight_version=self.pending)
         self.session = self.pending = None  # also by an end that fails
@@ -167,7 +169,8 @@ def test_whole_updates_mend_torn_weights(monkeypatch, version):
         plugin._session_begun(SimpleNamespace(success=True))
         for success in parts:
             update(success, whole=False)
-        plugin._session_ended(SimpleNamespace(success=end), None, SimpleNamespace(abort=abort))
+        request = SimpleNamespace(abort=True) if abort else SimpleNamespace()  # 0.5.23 has none
+        plugin._session_ended(SimpleNamespace(success=end), None, request)
 
     update(False, whole=True)
     assert states() == (True, None)

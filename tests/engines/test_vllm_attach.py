@@ -246,6 +246,7 @@ def config_of(**changes):
 
 
 def transfer(name, extra=None, **more):
+    more = {"kv_load_failure_policy": "fail", **more}
     return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra or {}, **more)
 
 
@@ -391,21 +392,28 @@ def test_a_version_that_calls_an_option_otherwise_is_refused(vllm, name, read):
         read(config)
 
 
+OVERLAP = {"scheduler_config__async_scheduling": True}
 PIPELINE = {"parallel_config__pipeline_parallel_size": 2}
+RECOMPUTE = {"kv_transfer_config": transfer("NixlConnector", kv_load_failure_policy="recompute")}
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [(LATE_DRAFTS, "--no-async-scheduling"), (PIPELINE, "--async-scheduling")],
+    ("changes", "field"),
+    [
+        (LATE_DRAFTS, "async_scheduling"),
+        (PIPELINE, "pipeline_parallel_size"),
+        (PIPELINE | OVERLAP, "pipeline_parallel_size"),
+        (RECOMPUTE | OVERLAP, "async_scheduling"),
+    ],
 )
-def test_preemptions_that_lose_count_of_tokens_in_flight_are_refused(vllm, changes, remedy):
+def test_preemptions_that_lose_count_of_tokens_in_flight_are_refused(vllm, changes, field):
     refuse_unsupported(config_of(**changes))
     vllm.scheduler._preempt_request = lambda self, request, timestamp: None  # before 0.27
-    refuse_unsupported(config_of(speculative_config=object()))
-    refuse_unsupported(config_of(scheduler_config__async_scheduling=True, **PIPELINE))
-    with pytest.raises(InvalidArgument, match=f"[(]{remedy}[)]") as error:
+    for fine in ({"speculative_config": object()}, OVERLAP, RECOMPUTE):
+        refuse_unsupported(config_of(**fine))
+    with pytest.raises(InvalidArgument, match=r"0\.27") as error:
         refuse_unsupported(config_of(**changes))
-    assert error.value.field == "async_scheduling"
+    assert error.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -531,6 +539,9 @@ def test_slots_are_those_of_the_full_attention_group(vllm):
     assert attention_group(wrapped(True, True), one) == (0, 16)
     assert attention_group(wrapped(True, False), one) is None
     assert attention_group(wrapped(), one) is None
+    dropping = FullAttentionSpec(block_size=16, rswa_window=64)  # vLLM's RSWASpec
+    dropping = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=dropping)])
+    assert attention_group(dropping, one) is None
     # A block of the scheduler is one of each rank that keeps a part of the context.
     many = config_of(parallel_config__decode_context_parallel_size=4).parallel_config
     assert attention_group(both, many) == (1, 64)

@@ -476,6 +476,21 @@ def test_a_reset_takes_blocks_before_others_get_them(engine, client):
     np.testing.assert_array_equal(trace.topk_ids[:8], e.expected(b.request_id, 8))
 
 
+def test_a_preemption_that_fails_ends_what_is_under_way(engine, client, caplog):
+    e, a, b = engine(), fresh("a"), fresh("b")
+    e.step((a, 0, 6), new=[a], blocks={a.request_id: [1, 2]})
+    del a.num_stale_output_tokens  # neither protocol
+    e.schedule.preempt([a])
+    assert "internal fault in capture" in caplog.text
+    a.num_stale_output_tokens = 0
+    e.step((a, 0, 6), resumed=[a], blocks={a.request_id: [3, 4]})
+    e.step((b, 0, 6), new=[b], blocks={b.request_id: [5, 6]})
+    b.all_token_ids.append(7)
+    e.finish(b)
+    trace = client.get(b.trace_id, wait_for="end", timeout=60)
+    np.testing.assert_array_equal(trace.topk_ids, e.expected(b.request_id, 6))
+
+
 @pytest.mark.parametrize("wrong", [12, 3])
 def test_positions_that_can_not_be_are_not_believed(engine, client, caplog, wrong):
     """Above the plan, or of no run."""

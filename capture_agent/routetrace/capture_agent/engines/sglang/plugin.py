@@ -253,7 +253,9 @@ def _session_begun(result: Any, *_: Any, **__: Any) -> None:
 
 def _session_ended(result: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
     if _capture is not None:
-        _capture.weights.end_session(success=bool(result.success and not request.abort))
+        # SGLang 0.5.23 and older have no way to give a session up.
+        kept = not getattr(request, "abort", False)
+        _capture.weights.end_session(success=bool(result.success and kept))
 
 
 def _renamed(_: Any, __: Any, request: Any, *___: Any, **____: Any) -> None:

@@ -183,7 +183,7 @@ class Attachment:
         if self.side is not None:
             if self._weights.updates != self._updates:
                 self._updates = self._weights.updates
-                self._follow_kernels()
+                self._routers.keep()  # weights that are loaded in place may make new kernels
             self.side.begin_step(plan.num_tokens)
 
     def end_step(self, plan: StepPlan, request_ids: Sequence[str] | None = None) -> None:
@@ -216,13 +216,6 @@ class Attachment:
         return positions if isinstance(positions, torch.Tensor) else None
 
     # ------------------------------------------------------------------ private
-
-    def _follow_kernels(self) -> None:
-        """Connect the kernels that weights loaded in place may have made."""
-        try:
-            self._routers.keep()
-        except Exception:
-            _log.exception("routetrace: rows of layers with new kernels are missing")
 
     def _wrap(
         self,

@@ -240,9 +240,9 @@ def _watch_lookups(connector: Any, half: Any) -> None:
         half.lookup(request, num_computed_tokens)
         return inner(request, num_computed_tokens)
 
-    def update_state_after_alloc(request: Any, blocks: Any, *args: Any) -> Any:
+    def update_state_after_alloc(request: Any, blocks: Any, *args: Any, **kwargs: Any) -> Any:
         half.allocate(request, blocks)
-        return allocated(request, blocks, *args)
+        return allocated(request, blocks, *args, **kwargs)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc

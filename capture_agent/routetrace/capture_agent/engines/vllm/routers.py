@@ -82,9 +82,16 @@ class Routers:
     def keep(self) -> None:
         """Set the callbacks again, also of new kernels, and call those that replaced them."""
         for place, ours in self._callbacks:
-            present = place.get()
-            if not hasattr(present, "routetrace"):
-                place.put(_both(ours, present))
+            _set(place, ours)
+
+
+def _set(place: _Place, ours: Callback) -> None:
+    try:
+        present = place.get()
+        if not hasattr(present, "routetrace"):
+            place.put(_both(ours, present))
+    except Exception:
+        _log.exception("routetrace: rows of a layer are missing: its kernel does not show its ids")
 
 
 def _callback(capturer: RoutingCapturer, column: int, read: Read) -> Callback:

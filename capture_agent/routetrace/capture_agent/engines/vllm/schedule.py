@@ -114,6 +114,7 @@ class Schedule:
         self._columns = Columns([], [])
         # First positions of the last step, if `_ends` does not know of it yet.
         self._latest = b""
+        self._broken = False
 
     def follow(self, requests: Mapping[str, Any]) -> None:
         """Follow the requests of the scheduler, for `shut_down`.
@@ -149,6 +150,8 @@ class Schedule:
             requests: vLLM's `Request`s by id, where `lookup` is not called for them.
         """
         try:
+            if self._broken:
+                raise RuntimeError("a preemption was not noted")
             return self._step(output, requests or {})
         except Exception:
             _log.exception(
@@ -254,6 +257,7 @@ class Schedule:
     def _start_over(self, output: Any) -> StepPlan:
         """Return a plan that ends the capture of all requests under way."""
         events: list[Event] = [StartOver()]
+        self._broken = False
         self._finished.clear()
         self._free, self._order, self._latest = [], [], b""
         unknown = [*self._requests, *output.num_scheduled_tokens]
@@ -342,9 +346,13 @@ class Schedule:
         Args:
             requests: vLLM's `Request`s.
         """
-        for request in requests:
-            if known := self._requests.get(request.request_id):
-                self._preempt(known, self._finished)
+        try:
+            for request in requests:
+                if known := self._requests.get(request.request_id):
+                    self._preempt(known, self._finished)
+        except Exception:
+            _log.exception("routetrace: internal fault in capture; the next step starts over")
+            self._broken = True
 
     def reset(self, *, external: bool) -> None:
         """Note that the prefix cache is empty; `external`: every store outside of it, too."""

@@ -117,7 +117,7 @@ def _read(config: Any, name: str) -> Any:
         raise InvalidArgument(
             field=name,
             value=f"no option of {type(config).__name__}",
-            expected="an option: without it, a way to run with wrong or lost rows cannot be told",
+            expected="an option: without it a way to run with wrong rows cannot be detected",
             remedy="use a version of vLLM that docs/vllm.md names as tested",
         )
     return getattr(config, name)
@@ -138,21 +138,22 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise InvalidArgument(field=field, value=value, expected=why)
     if _counts_stale_tokens():
         return
-    if judges_drafts_late(vllm_config):
-        raise InvalidArgument(
-            field="async_scheduling",
-            value=True,
-            expected="off (--no-async-scheduling) with speculative decoding in vLLM below 0.27: "
-            "a reset of its prefix cache drops tokens that the model goes on from",
-        )
     overlap = vllm_config.scheduler_config.async_scheduling
-    if parallel.pipeline_parallel_size > 1 and not overlap:
-        raise InvalidArgument(
-            field="async_scheduling",
-            value=overlap,
-            expected="on (--async-scheduling) with pipeline parallelism in vLLM below 0.27: it "
-            "starts preempted requests again before it has the tokens that are in flight",
-        )
+    transfer = vllm_config.kv_transfer_config
+    recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+    for field, value, fine, why in (
+        ("async_scheduling", overlap and vllm_config.speculative_config is not None, False,
+         "off (--no-async-scheduling) with speculative decoding in vLLM below 0.27: a reset of its "
+         "prefix cache drops tokens that the model goes on from"),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1,
+         "1, or vLLM 0.27 or newer: older ones start preempted requests again before they have "
+         "the tokens in flight, and sample them twice"),
+        ("async_scheduling", overlap and recompute, False,
+         "off (--no-async-scheduling) with kv_load_failure_policy 'recompute' in vLLM below 0.27: "
+         "it loses count of tokens in flight where KV does not arrive"),
+    ):  # fmt: skip
+        if value != fine:
+            raise InvalidArgument(field=field, value=value, expected=why)
 
 
 def _counts_stale_tokens() -> bool:
@@ -178,12 +179,17 @@ def attention_group(kv_cache_config: Any, parallel_config: Any) -> tuple[int, in
     Under decode context parallelism the scheduler's block is one block of each rank.
     """
     ranks = _read(parallel_config, "decode_context_parallel_size")
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         # A group of layers of several sizes has a specification of each (DeepSeek-V4's).
         spec = group.kv_cache_spec
         layers = [*getattr(spec, "kv_cache_specs", {"": spec}).values()]
-        if layers and all(isinstance(layer, FullAttentionSpec) for layer in layers):
+        if layers and all(map(_keeps_all, layers)):
             return index, int(spec.block_size) * ranks
     return None
+
+
+def _keeps_all(layer: Any) -> bool:
+    """Whether a layer keeps the KV of every token; R-SWA, which counts as full, drops some."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return isinstance(layer, FullAttentionSpec) and not hasattr(layer, "rswa_window")
