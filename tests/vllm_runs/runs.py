@@ -291,7 +291,7 @@ RUNS = (
     ),
     Run(
         "offloading",
-        named((pairs.restored, scenarios.refits)),
+        named((pairs.restored, pairs.refits)),
         build=pairs.offloading,
         more={"max_num_batched_tokens": 512},
         native=False,
