@@ -99,6 +99,7 @@ def full(seed: int) -> list[str]:
         f"make test-exact CELLS=3000000 SEED={seed}",
         f"make test-exact WORLD=sharded CELLS=10000000 SEED={seed + 1}",
         "make test-trainers",
+        "make test-frameworks check-frameworks",
         "make test-mutations EVERY=3",
         "make test-transformers",
         "make test-docker DOCKER=--where-possible",

@@ -1,4 +1,4 @@
-"""What RL frameworks pin, and what routetrace does there: `make check-frameworks`.
+"""Compare the versions that RL frameworks pin with those that are tested: `make check-frameworks`.
 
 The newest wheel of each framework is read, not installed. Where a range is allowed, the newest
 version of the index counts. Frameworks that are on no index have the pins of their sources, with
@@ -83,7 +83,7 @@ class Pip:
 
 
 class Pin(NamedTuple):
-    """What one framework asks of one package."""
+    """The version of a package that a framework requires."""
 
     framework: str
     package: str

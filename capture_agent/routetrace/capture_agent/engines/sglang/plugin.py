@@ -141,7 +141,7 @@ def _attach(runner: Any, settings: Settings) -> None:
     _capture = Capture(tap, config, labels, role, args.weight_version)
     peers = "remote_instance_weight_loader_start_seed_via_transfer_engine"
     if seams.RENAMED.place is None and getattr(args, peers):
-        _capture.weights.distrust()  # others may write them, and nobody tells this process
+        _capture.weights.distrust()  # another process may write them without notice
     # No pass has written to the KV cache yet.
     _capture.flushed(external=not args.hicache_storage_backend)
     _log.info("routetrace: %d MoE layers are captured", len(layout.layer_ids))

@@ -37,8 +37,8 @@ class Seam:
     used_by: str = ""
     """Setting that is refused where it is absent; empty: each capture, unless `lost` is given."""
     lost: str | None = None
-    """What a version without it does not give, which the log says at start; empty: nothing, as such
-    a version has nothing to follow there."""
+    """The feature that a version without it lacks. The log names it at start. Empty: no feature is
+    missing."""
 
     @property
     def place(self) -> str | None:

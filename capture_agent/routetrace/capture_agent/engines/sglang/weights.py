@@ -132,7 +132,7 @@ class Weights:
         self._newest, self._changed = None, True
 
     def distrust(self) -> None:
-        """Record that others may write the weights, and that nobody tells: no version counts."""
+        """Make the version unknown: another process may write the weights without notice."""
         self._distrusted = True
 
     def begin_session(self) -> None:

@@ -53,7 +53,7 @@ def batching_config(config: Any, block_size: int) -> Any:
             raise InvalidArgument(
                 field=name,
                 value=f"no option of {type(config).__name__}",
-                expected="an option: without it, passes in which hooks do not run cannot be told",
+                expected="an option: without it, passes without hooks cannot be detected",
                 remedy="pin a version of transformers that is documented as tested",
             )
         value = getattr(config, name)
