@@ -110,21 +110,23 @@ def restored(engine: Engine) -> list[Answer]:
 
     Nothing proves which pass made it: those rows are missing.
     """
-    hits = engine.count("external_prefix_cache_hits")
     prompts = [engine.prompts.make(n) for n in (100, 70, 129)]
     done = engine.run(Ask(f"offloaded-{i}", prompt) for i, prompt in enumerate(prompts))
+    came = 0
     for again in ("restored", "restored-again"):
-        engine.llm.reset_prefix_cache()
-        back = engine.run(Ask(f"{again}-{i}", prompt) for i, prompt in enumerate(prompts))
-        engine.llm.reset_prefix_cache()
-        # The same three blocks with another end.
-        other = prompts[0][: 3 * BLOCK] + engine.prompts.make(11)
-        back += engine.run([Ask(f"{again}-part", other)])
-        for answer in back:
-            loaded = (answer.prompt_len - 2) // BLOCK * BLOCK
-            answer.may_lack, answer.must_lack = ("kv_unknown",), (0, loaded)
-        done += back
-    came = engine.count("external_prefix_cache_hits") - hits
+        # The last one has the three blocks of the first one, and another end.
+        asks = [Ask(f"{again}-{i}", prompt) for i, prompt in enumerate(prompts)]
+        asks.append(Ask(f"{again}-part", prompts[0][: 3 * BLOCK] + engine.prompts.make(11)))
+        for ask in asks:
+            engine.llm.reset_prefix_cache()
+            hits = engine.count("external_prefix_cache_hits")
+            (answer,) = engine.run([ask])
+            # Which prompts the example connector finds differs from version to version.
+            loaded = int(engine.count("external_prefix_cache_hits") - hits)
+            if loaded:
+                answer.may_lack, answer.must_lack = ("kv_unknown",), (0, loaded)
+            came += loaded
+            done.append(answer)
     expect(came >= 500, f"{came} tokens came back")
     return done
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import ModelLayout
+from routetrace.common.layout import ModelLayout, decoder_modules
 
-# Name of a module of decoder layer <i> within the decoder. `get_decoder` of Llama 4 returns the
-# causal model, one level above.
-_LAYER = re.compile(r"(?:model\.)?(?:layers|blocks|h)\.(\d+)\.")
 # The function that chooses experts, and the module that it is in. Up to 5.10 many routers compute
 # logits alone, and the block around them chooses; that of DBRX does in all versions.
 _OF_BLOCKS = "route_tokens_to_experts"
@@ -27,11 +23,9 @@ _CHOOSERS: tuple[tuple[str, Callable[[nn.Module], bool]], ...] = (
 def choosers_of(model: Any, layout: ModelLayout) -> dict[int, tuple[nn.Module, str]]:
     """Return what chooses the experts of each MoE layer: a module and the name of its function."""
     modules: dict[int, list[nn.Module]] = {layer: [] for layer in layout.moe_layer_ids}
-    for name, module in model.get_decoder().named_modules():
-        match = _LAYER.match(name)
-        # MTP layers are numbered after the decoder layers, or have another name.
-        if match is not None and int(match[1]) in modules and "mtp" not in name.lower():
-            modules[int(match[1])].append(module)
+    for layer, module in decoder_modules(model, layout.num_hidden_layers):
+        if layer in modules:
+            modules[layer].append(module)
     found: dict[int, tuple[nn.Module, str]] = {}
     for layer, candidates in modules.items():
         for function, fits in _CHOOSERS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +17,22 @@ from routetrace.common.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K
 from routetrace.common.model_map import routing_of
 from routetrace.common.values import Values
 from routetrace.v1 import routetrace_pb2 as pb
+
+# A module of decoder layer <i>, by its name below the decoder. `get_decoder` of Llama 4 returns the
+# causal model, one level above.
+_LAYER = re.compile(r"(?:model\.)?(?:layers|blocks|h)\.(\d+)\.")
+
+
+def decoder_modules(model: Any, num_hidden_layers: int) -> Iterator[tuple[int, Any]]:
+    """Yield the modules of the decoder layers of a transformers model, each with its layer id.
+
+    Vision towers and MTP layers are left out: they are outside the decoder, or have other names,
+    or numbers behind those of its layers.
+    """
+    for name, module in model.get_decoder().named_modules():
+        match = _LAYER.match(name)
+        if match and int(match[1]) < num_hidden_layers and "mtp" not in name.lower():
+            yield int(match[1]), module
 
 
 def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:

@@ -49,17 +49,42 @@ class FakeModel:
         self._runner.model.forward = self._forward
         self._launch = engine.scheduler.run_batch
         engine.scheduler.run_batch = self._run_batch
+        # By request: rows of its last pass that are drafts (docs/rows.md, 2).
+        self._drafts: dict[str, set[int]] = {}
+        self._copied: list[int] = []  # rows that were copied to host memory since the last pass
+        self._copied_as_drafts: set[int] = set()
+        self._loaded: set[int] = set()  # slots that were loaded and not written since
         controller = getattr(engine.scheduler.tree_cache, "cache_controller", None)
         if controller is not None:
-            load = controller.load
+            load, write = controller.load, controller.write
 
-            def noted(*args: Any, **kwargs: Any) -> Any:
+            def loaded(*args: Any, **kwargs: Any) -> Any:
                 slots = load(*args, **kwargs)
                 if slots is not None:
                     self.counts["loaded"] += len(slots)
+                    self._loaded.update(slots.tolist())
                 return slots
 
-            controller.load = noted
+            def written(device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                slots = write(device_indices, *args, **kwargs)
+                if slots is not None:
+                    self._copied += self._tags[device_indices.long(), 0, 0].long().tolist()
+                return slots
+
+            controller.load, controller.write = loaded, written
+
+    @property
+    def _tags(self) -> torch.Tensor:
+        """The KV entries, which hold the numbers of their rows."""
+        tags: torch.Tensor = self._runner.token_to_kv_pool.get_key_buffer(0)
+        return tags
+
+    def _note_copies(self) -> None:
+        """Note the drafts of requests that go on which were copied to host memory."""
+        copied, self._copied = set(self._copied), []
+        for rid, numbers in self._drafts.items():
+            if not self.lives[rid].tokens:
+                self._copied_as_drafts |= numbers & copied
 
     def _run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch = batch
@@ -84,7 +109,8 @@ class FakeModel:
             counts = list(forward_batch.extend_seq_lens_cpu)
         else:
             counts = [1] * n
-        tags = self._runner.token_to_kv_pool.get_key_buffer(0)
+        tags = self._tags
+        self._note_copies()
         numbers = self.rows.new(n, self.version)
         slots = forward_batch.out_cache_loc
         # What was written by earlier passes is read first, as attention does.
@@ -101,6 +127,12 @@ class FakeModel:
                 attempt.numbers.update(enumerate(reused))
                 hidden = self.rows.hidden
                 attempt.unknown = {p for p, number in enumerate(reused) if number in hidden}
+                # The copy of a draft names no row.
+                attempt.unknown |= {
+                    p
+                    for p, (slot, number) in enumerate(zip(cached.tolist(), reused, strict=True))
+                    if number in self._copied_as_drafts and slot in self._loaded
+                }
                 self.counts["cached"] += first
             if new and len(life.attempts) > 1:
                 self.counts["resumed"] += 1
@@ -121,12 +153,15 @@ class FakeModel:
                 last = first + count - 1
                 sampled[i] = self._unlike(life.samples_at(last), sampled[i])
                 attempt.sampled[last] = int(sampled[i])
+            behind = max(len(life.prompt) - first, 1)
+            self._drafts[req.rid] = set(own[behind:])
             attempt.numbers.update(enumerate(own, start=first))
             attempt.end = first + len(own)
             at += count
         if at != n:
             raise AssertionError(f"{at} tokens of {n}")
         tags[slots, 0, 0] = torch.from_numpy(numbers).to(tags.dtype)
+        self._loaded.difference_update(slots.tolist())
         self.counts["passes"] += 1
         self.counts["most running"] = max(self.counts["most running"], len(batch.reqs))
         ids = torch.from_numpy(self.rows.ids[numbers].astype(np.int32))

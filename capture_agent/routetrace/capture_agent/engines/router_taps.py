@@ -9,7 +9,6 @@ over two tokens proves each hook before anything is captured.
 from __future__ import annotations
 
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +20,10 @@ from torch import nn
 
 from routetrace.capture_agent.engines.capturer import PendingRows, RoutingCapturer
 from routetrace.common.errors import InvalidArgument
-from routetrace.common.layout import ModelLayout
+from routetrace.common.layout import ModelLayout, decoder_modules
 
 logger = logging.getLogger(__name__)
 
-# A module of decoder layer <i>, by its name below the decoder. `get_decoder` of Llama 4 returns the
-# causal model, one level above.
-_LAYER = re.compile(r"(?:model\.)?(?:layers|blocks|h)\.(\d+)\.")
 _ROUTERS = ("router", "gate")
 _EXPERTS = ("experts",)
 _PROBE_TOKENS = 2
@@ -253,14 +249,10 @@ def _rows_among(values: Iterable[object], num_tokens: int) -> list[torch.Tensor]
 def _candidates(model: Any, num_hidden_layers: int) -> dict[int, list[_Tap]]:
     """Return modules of each decoder layer that may show its ids, routers before experts."""
     found: dict[int, list[_Tap]] = defaultdict(list)
-    # Vision towers and MTP heads are outside the decoder, or in it under other names or numbers.
-    for name, module in model.get_decoder().named_modules():
-        match = _LAYER.match(name)
-        if match is None or int(match[1]) >= num_hidden_layers or "mtp" in name.lower():
-            continue
+    for layer, module in decoder_modules(model, num_hidden_layers):
         kind = type(module).__name__.lower()
         if kind.endswith(_ROUTERS) or kind.endswith(_EXPERTS):
-            found[int(match[1])].append(_Tap(module, kind.endswith(_ROUTERS)))
+            found[layer].append(_Tap(module, kind.endswith(_ROUTERS)))
     return {i: sorted(taps, key=lambda tap: not tap.reads_output) for i, taps in found.items()}
 
 

@@ -45,6 +45,11 @@ class Seam:
         """The name that this version of SGLang has; None without any."""
         return next((name for name in self.places if _is_there(name)), None)
 
+    @property
+    def attribute(self) -> str:
+        """The last part of the name."""
+        return (self.place or self.places[0]).rpartition(".")[2]
+
 
 def found(name: str) -> Any:
     """Return the attribute of a dotted name; None if this version of SGLang lacks it."""
@@ -289,7 +294,7 @@ def refusing() -> Iterator[None]:
 
 def value(seam: Seam, holder: Any) -> Any:
     """Return the attribute of an object that a seam of its class names."""
-    return getattr(holder, (seam.place or seam.places[0]).rpartition(".")[2])
+    return getattr(holder, seam.attribute)
 
 
 def check_applied(names: list[str]) -> None:

@@ -133,6 +133,7 @@ class Tap:
         self._capturer = capturer
         self._layer_ids = layout.layer_ids
         self._inner = capturer.on_forward_end
+        self._num_tokens = seams.NUM_TOKENS.attribute
         self._dtype = _DTYPES[layout.dtype.itemsize]
         if not self.native:
             # Its int32 holds nothing more, and would be copied four times as long.
@@ -184,7 +185,7 @@ class Tap:
                 slots = forward_batch.out_cache_loc
             if slots is not None:
                 # Without that number ranks that pad are refused.
-                slots = slots[: getattr(forward_batch, "_original_num_tokens", None)]
+                slots = slots[: getattr(forward_batch, self._num_tokens, None)]
             if slots is None or slots.numel() == 0:
                 self.poison()  # a pass of other ranks may have written
                 return native
