@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PRINTING = threading.Lock()
 #: Of which each full check takes one, by its seed, beside the newest two.
-OLDER_VLLM = ("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0")
+OLDER_VLLM = ("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0", "0.31.0")
 #: Without compiled modules, each of the hundreds of processes compiles what it imports; this takes
 #: half of a worker's start-up time.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

@@ -394,7 +394,33 @@ def test_a_version_that_calls_an_option_otherwise_is_refused(vllm, name, read):
 
 OVERLAP = {"scheduler_config__async_scheduling": True}
 PIPELINE = {"parallel_config__pipeline_parallel_size": 2}
-RECOMPUTE = {"kv_transfer_config": transfer("NixlConnector", kv_load_failure_policy="recompute")}
+
+
+def recompute(*names):
+    """Connectors, with which KV that does not arrive is computed again."""
+    name, extra = names[0], None
+    if names[1:]:
+        name, extra = "MultiConnector", {"connectors": [{"kv_connector": n} for n in names]}
+    return {"kv_transfer_config": transfer(name, extra, kv_load_failure_policy="recompute")}
+
+
+RECOMPUTE = recompute("NixlConnector")
+
+
+@pytest.mark.parametrize("flight", [OVERLAP, PIPELINE])
+@pytest.mark.parametrize(
+    "names",
+    [("ExampleConnector",), ("RouteTraceConnector", "LMCacheConnectorV1")],
+)
+def test_loads_that_fail_beside_steps_in_flight_are_refused(vllm, names, flight):
+    changes = recompute(*names)
+    refuse_unsupported(config_of(**changes))
+    refuse_unsupported(config_of(**recompute("RouteTraceConnector", "NixlConnector"), **flight))
+    with pytest.raises(InvalidArgument, match="loses count of tokens in flight") as error:
+        refuse_unsupported(config_of(**changes, **flight))
+    assert error.value.field == "kv_load_failure_policy"
+    changes["kv_transfer_config"].kv_load_failure_policy = "fail"
+    refuse_unsupported(config_of(**changes, **flight))
 
 
 @pytest.mark.parametrize(

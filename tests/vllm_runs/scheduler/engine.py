@@ -694,6 +694,7 @@ def refused(case: Case, model: Path) -> str:
 def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int) -> Any:
     """vLLM's configuration of a case."""
     more: dict[str, Any] = {}
+    policy = "recompute" if case.depth == 1 else "fail"
     ours = {
         "kv_connector": "RouteTraceConnector",
         "kv_connector_module_path": "routetrace.capture_agent.vllm",
@@ -704,7 +705,7 @@ def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int
         "kv_connector": "Elsewhere",
         "kv_connector_module_path": "vllm_runs.scheduler.engine",
         "kv_role": case.role,
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": policy,
     }
     if case.way == "plugin":
         more["additional_config"] = {"routetrace": agent}
@@ -714,7 +715,7 @@ def _config(case: Case, agent: dict[str, Any], model: Path, most: int, seqs: int
         more["kv_transfer_config"] = {
             "kv_connector": "MultiConnector",
             "kv_role": case.role,
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"connectors": [ours, theirs]},
         }
     else:

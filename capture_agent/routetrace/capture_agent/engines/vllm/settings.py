@@ -25,6 +25,9 @@ from routetrace.common.security import Security
 #: Name of the connector class.
 CONNECTOR = "RouteTraceConnector"
 
+#: A connector that loads KV for requests that wait, and never for one that runs.
+_WAITS = "NixlConnector"
+
 Way = Literal["connector", "plugin"]
 
 _SET_BY_US = {"layout", "shard", "boot_id", "block_size", "num_blocks", "model", "attributes"}
@@ -87,17 +90,22 @@ def settings_of(vllm_config: Any) -> Settings | None:
     return Settings(way, run, engine_id, boot_id, agent)
 
 
-def _connector_settings(config: Any) -> Mapping[str, Any] | None:
+def _connectors(config: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return names and settings of the connectors in a `KVTransferConfig`, or None."""
     if config is None:
-        return None
+        return []
     extra = config.kv_connector_extra_config or {}
-    if config.kv_connector == CONNECTOR:
-        return dict(extra)
-    if config.kv_connector == "MultiConnector":
-        for child in extra.get("connectors", ()):
-            if child.get("kv_connector") == CONNECTOR:
-                return dict(child.get("kv_connector_extra_config") or {})
-    return None
+    if config.kv_connector != "MultiConnector":
+        return [(config.kv_connector, extra)]
+    return [
+        (child.get("kv_connector"), child.get("kv_connector_extra_config") or {})
+        for child in extra.get("connectors", ())
+    ]
+
+
+def _connector_settings(config: Any) -> Mapping[str, Any] | None:
+    ours = (dict(extra) for name, extra in _connectors(config) if name == CONNECTOR)
+    return next(ours, None)
 
 
 def _plugin_settings(config: Any) -> Mapping[str, Any] | None:
@@ -126,6 +134,14 @@ def _read(config: Any, name: str) -> Any:
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raise InvalidArgument if the engine runs in a mode with wrong or lost rows."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    overlap, transfer = (
+        vllm_config.scheduler_config.async_scheduling,
+        vllm_config.kv_transfer_config,
+    )
+    policy = "fail" if transfer is None else transfer.kv_load_failure_policy
+    in_flight = overlap or parallel.pipeline_parallel_size > 1
+    # They may load KV for a request that runs, which has a step in flight when the load fails.
+    at_once = {name for name, _ in _connectors(transfer)} - {CONNECTOR, _WAITS}
     for field, value, fine, why in (
         ("enable_dbo", _read(parallel, "use_ubatching"), False,
          "off: halves of a batch that overlap write to the same rows"),
@@ -133,14 +149,14 @@ def refuse_unsupported(vllm_config: Any) -> None:
          "1: tokens of a request are spread over ranks"),
         ("runner_type", model.runner_type, "generate", "'generate': others sample no tokens"),
         ("is_encoder_decoder", bool(model.is_encoder_decoder), False, "a decoder-only model"),
+        ("kv_load_failure_policy", policy if in_flight and at_once else "fail", "fail",
+         "'fail', or one step at a time (--no-async-scheduling, one pipeline stage), or "
+         f"{_WAITS} alone: vLLM loses count of tokens in flight where KV does not arrive"),
     ):  # fmt: skip
         if value != fine:
             raise InvalidArgument(field=field, value=value, expected=why)
     if _counts_stale_tokens():
         return
-    overlap = vllm_config.scheduler_config.async_scheduling
-    transfer = vllm_config.kv_transfer_config
-    recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
     for field, value, fine, why in (
         ("async_scheduling", overlap and vllm_config.speculative_config is not None, False,
          "off (--no-async-scheduling) with speculative decoding in vLLM below 0.27: a reset of its "
@@ -148,7 +164,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1,
          "1, or vLLM 0.27 or newer: older ones start preempted requests again before they have "
          "the tokens in flight, and sample them twice"),
-        ("async_scheduling", overlap and recompute, False,
+        ("async_scheduling", overlap and policy == "recompute", False,
          "off (--no-async-scheduling) with kv_load_failure_policy 'recompute' in vLLM below 0.27: "
          "it loses count of tokens in flight where KV does not arrive"),
     ):  # fmt: skip
