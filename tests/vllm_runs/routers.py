@@ -76,6 +76,7 @@ class Runner(MoERunner):
     def __init__(self, layer_id: int, router: Any) -> None:
         torch.nn.Module.__init__(self)
         self.layer_id = layer_id
+        self.layer_name = f"model.layers.{layer_id}.mlp.experts"
         self.router = router
         self.seen = torch.empty(0)
 
@@ -115,6 +116,7 @@ def config_of(**parallel: Any) -> Any:
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "data_parallel_rank": 0,
+        "use_sequence_parallel_moe": False,
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=hf_config),
@@ -224,8 +226,10 @@ def padding_of_sequence_parallelism_is_left_out() -> None:
         first, second = (Rank(rank, logits, n) for rank in range(2))
         second.route()
         assert n == len(logits) or (second.model.layers[0].seen[-1] == -1).all()
-        config = config_of(data_parallel_size=dp_size, tensor_parallel_size=2)
-        sizes = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]))
+        config = config_of(
+            data_parallel_size=dp_size, tensor_parallel_size=2, use_sequence_parallel_moe=True
+        )
+        sizes = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([n, 20]), local_sizes=None)
         with mock.patch.object(parallel_state, "get_tp_group", return_value=Group(second)):
             capturer = Routers(first.model, config, CPU).capturer
             capturer.begin(n)
@@ -250,7 +254,7 @@ def dummy_batches_of_data_parallel_ranks_are_proof() -> None:
     for rows in (1, 5):  # its own, or those of all ranks
         model = model_of()
         capturer = Routers(model, config_of(data_parallel_size=2), CPU).capturer
-        metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([1, 4]))
+        metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([1, 4]), local_sizes=None)
         capturer.begin()
         with forward_pass(torch.arange(rows) < 1, metadata):
             model(logits_of(rows))
