@@ -35,8 +35,9 @@ import torch
 from measure import OWN_CORE, PEER_CORE, QWEN3, pin
 from routetrace.capture_agent import AgentConfig
 from routetrace.capture_agent.engines.capturer import RoutingCapturer
-from routetrace.capture_agent.engines.sglang import tap as taps
+from routetrace.capture_agent.engines.sglang import seams
 from routetrace.capture_agent.engines.sglang.capture import Capture
+from routetrace.capture_agent.engines.sglang.tap import Tap
 from routetrace.capture_agent.engines.vllm.schedule import Schedule
 from routetrace.capture_agent.engines.vllm.worker import WorkerSide
 
@@ -220,11 +221,13 @@ class Vllm:
 class SglangRequest:
     """As much of SGLang's `Req` as is used."""
 
+    finished_reason = bootstrap_host = None
+    input_embeds = multimodal_inputs = positional_embed_overrides = lora_id = extra_key = None
+
     def __init__(self, rid: str, prompt_len: int) -> None:
         self.rid = rid
         self.origin_input_ids = [1] * prompt_len
         self.output_ids: list[int] = []
-        self.finished_reason = None
         self.sampling_params = SimpleNamespace(custom_params=None)
 
     def finished(self) -> bool:
@@ -276,11 +279,15 @@ class Sglang:
             get_global_experts_capturer=lambda: None,
             set_global_experts_capturer=lambda _: None,
         )
-        setattr(taps, "found", lambda _: module)  # noqa: B010 # in place of SGLang's
+        setattr(seams, "found", lambda _: module)  # noqa: B010 # in place of SGLang's
         runner = SimpleNamespace(
-            model=None, model_config=None, server_args=None, max_running_requests=m, device="cpu"
+            model=None,
+            model_config=None,
+            server_args=SimpleNamespace(disable_shared_experts_fusion=True),
+            max_running_requests=m,
+            device="cpu",
         )
-        tap = taps.Tap(runner, QWEN3.layout)
+        tap = Tap(runner, QWEN3.layout)
         take, self._rows = tap.on_forward_end, torch.from_numpy(QWEN3.rows(16 * m))
         self._slots = torch.empty(0, dtype=torch.int64)
 
