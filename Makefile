@@ -1,6 +1,10 @@
 # The two commands are `make demo` and `make test`. Everything else stands beside them.
 # Each target installs what it needs into .venv; nothing has to be there before but Python and make.
 
+# Images for containers set it. Without compiled modules, each of hundreds of processes compiles what
+# it imports: half of a worker's start-up time, and minutes until a server of an engine is ready.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python

@@ -9,7 +9,6 @@ needs.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import subprocess
 import sys
@@ -24,9 +23,6 @@ ROOT = Path(__file__).parents[1]
 PRINTING = threading.Lock()
 #: Of which each full check takes one, by its seed, beside the newest two.
 OLDER_VLLM = ("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0", "0.31.0")
-#: Without compiled modules, each of the hundreds of processes compiles what it imports; this takes
-#: half of a worker's start-up time.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 class Result(NamedTuple):
@@ -112,7 +108,7 @@ def full(seed: int) -> list[str]:
 def run(command: str) -> Result:
     """Run a step; its output goes where this command's goes."""
     begun = time.monotonic()
-    code = subprocess.run(command.split(), cwd=ROOT, env=ENVIRONMENT, check=False).returncode
+    code = subprocess.run(command.split(), cwd=ROOT, check=False).returncode
     return report(Result(command, code, time.monotonic() - begun))
 
 
@@ -123,7 +119,6 @@ def run_beside(command: str) -> Result:
         code = subprocess.run(
             command.split(),
             cwd=ROOT,
-            env=ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
