@@ -100,7 +100,7 @@ def test_processes_of_a_target_keep_what_they_compile() -> None:
     """Also where the machine says otherwise, as images for containers do."""
     probe = 'probe: ; @echo "bytecode $${PYTHONDONTWRITEBYTECODE-is written}"'
     done = subprocess.run(
-        ["make", "-s", "--eval", probe, "probe"],
+        ["make", "-s", "--no-print-directory", "--eval", probe, "probe"],
         cwd=ROOT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
