@@ -290,9 +290,12 @@ class DeadlineExceeded(RouteTraceError, TimeoutError):
         waited_seconds: seconds until then; None if unknown.
         stat: facts about the trace at that moment, a `routetrace.client.TraceStat`; None if the
             server does not know it, or for other calls.
+        earlier: why an earlier attempt of the same call failed, as the server could not be reached;
+            None if none did. The message names it.
     """
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
+    earlier: Unavailable | None = None
 
     def __init__(
         self,

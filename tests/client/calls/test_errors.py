@@ -26,7 +26,7 @@ from routetrace.server.testing import free_ports
 from routetrace.v1 import routetrace_pb2 as pb
 from support.servers.client_server import ScriptedServer, fail, truth
 from support.servers.scripted import GONE, assert_rows
-from support.waiting import wait_for
+from support.waiting import wait_for, with_time
 
 
 def failing(server, method, *failures, then):
@@ -225,6 +225,29 @@ class TestRetries:
                 client.stat("req", timeout=0.1)
         finally:
             release.set()
+
+    def test_time_that_runs_out_hides_no_earlier_failure(self, client, server):
+        release = threading.Event()
+
+        def hang(request, context):
+            release.wait(GONE)
+
+        failing(server, "StatTrace", status(grpc.StatusCode.UNAVAILABLE, "cut"), then=hang)
+
+        def late(seconds: float) -> DeadlineExceeded:
+            with pytest.raises(DeadlineExceeded) as caught:
+                client.stat("req", timeout=seconds)
+            if caught.value.earlier is None:  # not even the first attempt had its answer
+                raise caught.value
+            return caught.value
+
+        try:
+            error = with_time(late, 0.5)
+        finally:
+            release.set()
+        assert "an earlier attempt failed: " in str(error)
+        assert "cut" in str(error)
+        assert "cut" in str(error.earlier)
 
     def test_binding_is_repeated_only_if_it_was_refused(self, client, server):
         then = lambda r, c: pb.BindRequestResponse(trace=truth(3).info)  # noqa: E731

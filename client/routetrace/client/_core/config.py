@@ -95,13 +95,21 @@ class Config:
             remedy = "the server may be busy: raise timeout="
             if not self.reached.is_set():
                 remedy = "check that it is a routetrace-server"
+            earlier = error.earlier and self._unreached(error.earlier)
+            if earlier is not None:
+                remedy = f"an earlier attempt failed: {earlier.message}"
             waited = self.timeout if error.waited_seconds is None else error.waited_seconds
-            return DeadlineExceeded(
+            late = DeadlineExceeded(
                 f"no answer from {self.target} within {waited:g} s; {remedy}",
                 trace_id=error.trace_id,
                 waited_seconds=waited,
                 remedy=remedy,
             )
+            late.earlier = earlier
+            return late
+        return self._unreached(error)
+
+    def _unreached(self, error: RouteTraceError) -> Unavailable:
         hint = self.security.hint(error.message, reached=self.reached.is_set())
         target = self.route.unreached or self.target
         message = unreachable(target, error.message, hint, self.channel_options)

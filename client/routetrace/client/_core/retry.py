@@ -183,6 +183,8 @@ class Attempts:
             error.__cause__ = failure
         if isinstance(error, DeadlineExceeded) and error.waited_seconds is None:
             error.waited_seconds = self._seconds
+            if isinstance(self.failure, Unavailable):  # the last attempt may have had no time
+                error.earlier = self.failure
         self.failure = error
         if isinstance(error, Moved):  # it had no effect, and the driver has changed its target
             self._hops += 1
