@@ -178,6 +178,7 @@ def test_begin_refuses(idle_agent, field, arguments):
             lambda a, h: a.resume(h, 8, block_ids=[1, 2], num_external_tokens=9),
         ),
         ("version", lambda a, h: a.set_weight_version(1 << 63)),
+        ("version", lambda a, h: a.set_weight_version(-(1 << 63))),
         ("position", lambda a, h: a.rewind(ended(a), "1")),
         ("step", lambda a, h: a.rewind(ended(a), 1, step="1")),
         ("num_tokens", lambda a, h: a.finish(h, None, reason="tired")),

@@ -111,7 +111,7 @@ def test_what_was_reported_is_read(client: Any, server: ServerProcess, data: Any
         valid = np.random.default_rng(seed).random(ids.shape[:2]) >= share
         valid[0] = True
     reporter = f"rank {next(numbers)}"
-    version = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
+    version = data.draw(st.none() | st.integers(1 - 2**63, 2**63 - 1))
     step = data.draw(st.none() | st.integers(0, 2**62))
     client.report_routing(
         name, ids, valid=valid, layer_ids=layers, token_start=start, reporter=reporter,
@@ -206,6 +206,8 @@ def changed(at: tuple[int, ...], value: int) -> np.ndarray:
         (GOOD, {"layer_ids": [4]}, "topk_ids", r"integers \[tokens, 1, 2\]"),
         (GOOD, {"step": -1}, "step", "-1"),
         (GOOD, {"weight_version": 2**63}, "weight_version", "9223372036854775808"),
+        # Stands for an unknown version on the wire.
+        (GOOD, {"weight_version": -(2**63)}, "weight_version", "-9223372036854775808"),
         (GOOD, {"reporter": ""}, "reporter", "1 to 512"),
         (GOOD, {"reporter": "x" * 512}, "run and reporter", "512"),
         (GOOD, {"timeout": -1}, "timeout", "-1"),

@@ -200,6 +200,7 @@ class TestGet:
         ("get", ("a",), {"timeout": 0}, "timeout"),
         ("get", ("a",), {"weight_version": "3"}, "weight_version"),
         ("get", ("a",), {"weight_version": 2**63}, "weight_version"),
+        ("get", ("a",), {"weight_version": -(2**63)}, "weight_version"),
         ("get", ("a",), {"wait_for": "wait"}, "wait_for"),
         ("get", ("a",), {"token_ids": []}, "token_ids"),
         ("get", ("a",), {"token_ids": "abc"}, "token_ids"),
@@ -238,6 +239,7 @@ class TestGet:
         ("find", (), {"states": ["done"]}, "states"),
         ("delete", ("",), {}, "trace_ids"),
         ("retire_through", ("3",), {}, "weight_version"),
+        ("retire_through", (-(2**63),), {}, "weight_version"),
         ("renew", (["a", ""],), {}, "trace_ids"),
         # Wrong types.
         ("get", (None,), {}, "trace_id"),
