@@ -348,7 +348,7 @@ MUTATIONS = (
         "a snapshot forgets which prefixes were computed",
         f"{SERVER}/index/traces/trace_index.py",
         "        self.prefixes.add(trace)\n",
-        "        self.prefixes._traces[trace.serial] = trace\n",
+        "",
     ),
     Mutation(
         "a reader that wants no rows of others gets them",

@@ -20,6 +20,7 @@ from routetrace.client.explanation import (
     RefusedCandidate,
 )
 from routetrace.client.history import AgentHistory, RunHistory
+from routetrace.client.located import Located, Locations
 from routetrace.client.micro_batch import MicroBatch, Sample, Segment
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, Rank
@@ -91,6 +92,8 @@ __all__ = [
     "Incomplete",
     "InvalidArgument",
     "Limit",
+    "Located",
+    "Locations",
     "MicroBatch",
     "MissingDependency",
     "MissingRange",

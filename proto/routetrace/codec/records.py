@@ -129,9 +129,35 @@ PACKED_SPAN = struct.Struct("<4IH2Bq")
 
 DIGEST = np.dtype([("position", "<u4"), ("value", "<u8")])
 
+
+class Outcome(IntEnum):
+    """Result of the search for the request that has the tokens of a sequence."""
+
+    NOT_FOUND = 0
+    FOUND = 1
+    AMBIGUOUS = 2
+    """Several requests have them, or may have them, and nothing tells which one is meant."""
+
+
+#: Of a sequence: its Outcome; the index of the trace, the number of the request and its tokens, if
+#: it is FOUND; how many tokens are proven, and of how many requests equally, unless NOT_FOUND.
+LOCATED = np.dtype(
+    [
+        ("outcome", "<u4"),
+        ("trace", "<u4"),
+        ("incarnation", "<u4"),
+        ("num_tokens", "<u4"),
+        ("proven", "<u4"),
+        ("num_equal", "<u4"),
+    ]
+)
+
 #: Interval of token digests; further ones are at the ends of prompts and requests. A constant, so
 #: that engines with different block sizes share positions.
 DIGEST_EVERY = 64
+
+#: Digests of a sequence that is looked for, at so many positions before its end.
+DIGESTS_BEFORE_END = 8
 
 #: Of a request that was aborted, also at so many positions before its end; see `tail_of`.
 DIGEST_TAIL = 64

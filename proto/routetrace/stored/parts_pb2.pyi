@@ -71,6 +71,64 @@ class LocateResponse(google.protobuf.message.Message):
 global___LocateResponse = LocateResponse
 
 @typing.final
+class HoldersRequest(google.protobuf.message.Message):
+    """Asks a worker which of its parts of traces may have requests with token digests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    digests: builtins.bytes
+    """uint64 digests."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        digests: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "run", b"run"]) -> None: ...
+
+global___HoldersRequest = HoldersRequest
+
+@typing.final
+class HoldersResponse(google.protobuf.message.Message):
+    """Such parts of traces."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACE_IDS_FIELD_NUMBER: builtins.int
+    PAIRS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    DIGEST_KEYS_FIELD_NUMBER: builtins.int
+    pairs: builtins.bytes
+    """uint32 pairs of index of a digest, index of a trace."""
+    @property
+    def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Their traces."""
+
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of digests that more traces have."""
+
+    @property
+    def digest_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of the digests of the run, the newest first."""
+
+    def __init__(
+        self,
+        *,
+        trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        pairs: builtins.bytes = ...,
+        more: collections.abc.Iterable[builtins.int] | None = ...,
+        digest_keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest_keys", b"digest_keys", "more", b"more", "pairs", b"pairs", "trace_ids", b"trace_ids"]) -> None: ...
+
+global___HoldersResponse = HoldersResponse
+
+@typing.final
 class CollectRequest(google.protobuf.message.Message):
     """Asks a worker for its parts of traces."""
 

@@ -2879,6 +2879,138 @@ class AgentHistory(google.protobuf.message.Message):
 global___AgentHistory = AgentHistory
 
 @typing.final
+class LocateSequencesRequest(google.protobuf.message.Message):
+    """Requests the engine requests that have the tokens of sequences. A request has the digests that it
+    reported; those of all sequences are under one key (records.digest_key).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_DIGESTS_FIELD_NUMBER: builtins.int
+    TOKEN_DIGESTS_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    CHOICES_WRAP_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Namespace."""
+    num_tokens: builtins.bytes
+    """uint32 tokens of each sequence."""
+    num_digests: builtins.bytes
+    """uint32 token digests of each sequence, at least one."""
+    token_digests: builtins.bytes
+    """records.DIGEST of one sequence after the other: ascending, the last one at its end. Besides, at
+    multiples of records.DIGEST_EVERY, and at the last records.DIGESTS_BEFORE_END positions.
+    """
+    choices: builtins.bytes
+    """uint32 for each sequence: which of several equal requests is meant, from 1; 0: none. Empty: none
+    for all.
+    """
+    choices_wrap: builtins.bool
+    """Whether the first of the equal requests follows the last."""
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LabelSet]:
+        """Labels that the request must have: of all sequences if there is one set, else of each; none: any."""
+
+    @property
+    def weight_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One of which the greatest weight version of a request's rows must be; none: any."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        num_tokens: builtins.bytes = ...,
+        num_digests: builtins.bytes = ...,
+        token_digests: builtins.bytes = ...,
+        labels: collections.abc.Iterable[global___LabelSet] | None = ...,
+        weight_versions: collections.abc.Iterable[builtins.int] | None = ...,
+        choices: builtins.bytes = ...,
+        choices_wrap: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "choices_wrap", b"choices_wrap", "labels", b"labels", "num_digests", b"num_digests", "num_tokens", b"num_tokens", "run", b"run", "token_digests", b"token_digests", "weight_versions", b"weight_versions"]) -> None: ...
+
+global___LocateSequencesRequest = LocateSequencesRequest
+
+@typing.final
+class LabelSet(google.protobuf.message.Message):
+    """Labels."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LABELS_FIELD_NUMBER: builtins.int
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels"]) -> None: ...
+
+global___LabelSet = LabelSet
+
+@typing.final
+class LocateSequencesResponse(google.protobuf.message.Message):
+    """Requests of the sequences."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACE_IDS_FIELD_NUMBER: builtins.int
+    LOCATED_FIELD_NUMBER: builtins.int
+    DIGEST_KEYS_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    located: builtins.bytes
+    """records.LOCATED for each sequence."""
+    wanted: builtins.bytes
+    """uint32 pairs of index of a sequence, position: digests at these positions, where requests end,
+    could prove more of it in another call.
+    """
+    crc32: builtins.int
+    """CRC-32 of all bytes of this message except this field."""
+    @property
+    def trace_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Traces of the requests."""
+
+    @property
+    def digest_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of the digests of the run, the newest first, at most 16."""
+
+    def __init__(
+        self,
+        *,
+        trace_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        located: builtins.bytes = ...,
+        digest_keys: collections.abc.Iterable[builtins.str] | None = ...,
+        wanted: builtins.bytes = ...,
+        crc32: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "digest_keys", b"digest_keys", "located", b"located", "trace_ids", b"trace_ids", "wanted", b"wanted"]) -> None: ...
+
+global___LocateSequencesResponse = LocateSequencesResponse
+
+@typing.final
 class ReportAgreementRequest(google.protobuf.message.Message):
     """Reports the agreement of one training step. It replaces the report of the same reporter for the
     same step.

@@ -150,6 +150,11 @@ class TraceServiceStub(object):
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.FromString,
                 )
+        self.LocateSequences = channel.unary_unary(
+                '/routetrace.v1.TraceService/LocateSequences',
+                request_serializer=routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesRequest.SerializeToString,
+                response_deserializer=routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesResponse.FromString,
+                )
         self.WatchTraces = channel.unary_stream(
                 '/routetrace.v1.TraceService/WatchTraces',
                 request_serializer=routetrace_dot_v1_dot_routetrace__pb2.WatchTracesRequest.SerializeToString,
@@ -250,6 +255,13 @@ class TraceServiceServicer(object):
 
     def ListTraces(self, request, context):
         """Lists traces, newest first, filtered by labels and state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LocateSequences(self, request, context):
+        """Finds the requests whose rows sequences of tokens take.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -363,6 +375,11 @@ def add_TraceServiceServicer_to_server(servicer, server):
                     servicer.ListTraces,
                     request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.FromString,
                     response_serializer=routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'LocateSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateSequences,
+                    request_deserializer=routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesRequest.FromString,
+                    response_serializer=routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesResponse.SerializeToString,
             ),
             'WatchTraces': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTraces,
@@ -541,6 +558,23 @@ class TraceService(object):
         return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/ListTraces',
             routetrace_dot_v1_dot_routetrace__pb2.ListTracesRequest.SerializeToString,
             routetrace_dot_v1_dot_routetrace__pb2.ListTracesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def LocateSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/routetrace.v1.TraceService/LocateSequences',
+            routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesRequest.SerializeToString,
+            routetrace_dot_v1_dot_routetrace__pb2.LocateSequencesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -129,6 +129,12 @@ class TraceServiceStub:
     ]
     """Lists traces, newest first, filtered by labels and state."""
 
+    LocateSequences: grpc.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.LocateSequencesRequest,
+        routetrace.v1.routetrace_pb2.LocateSequencesResponse,
+    ]
+    """Finds the requests whose rows sequences of tokens take."""
+
     WatchTraces: grpc.UnaryStreamMultiCallable[
         routetrace.v1.routetrace_pb2.WatchTracesRequest,
         routetrace.v1.routetrace_pb2.WatchTracesResponse,
@@ -235,6 +241,12 @@ class TraceServiceAsyncStub:
         routetrace.v1.routetrace_pb2.ListTracesResponse,
     ]
     """Lists traces, newest first, filtered by labels and state."""
+
+    LocateSequences: grpc.aio.UnaryUnaryMultiCallable[
+        routetrace.v1.routetrace_pb2.LocateSequencesRequest,
+        routetrace.v1.routetrace_pb2.LocateSequencesResponse,
+    ]
+    """Finds the requests whose rows sequences of tokens take."""
 
     WatchTraces: grpc.aio.UnaryStreamMultiCallable[
         routetrace.v1.routetrace_pb2.WatchTracesRequest,
@@ -356,6 +368,14 @@ class TraceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[routetrace.v1.routetrace_pb2.ListTracesResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.ListTracesResponse]]:
         """Lists traces, newest first, filtered by labels and state."""
+
+    @abc.abstractmethod
+    def LocateSequences(
+        self,
+        request: routetrace.v1.routetrace_pb2.LocateSequencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[routetrace.v1.routetrace_pb2.LocateSequencesResponse, collections.abc.Awaitable[routetrace.v1.routetrace_pb2.LocateSequencesResponse]]:
+        """Finds the requests whose rows sequences of tokens take."""
 
     @abc.abstractmethod
     def WatchTraces(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from faults.fuzz.mutate import made_message, mutate_bytes, mutate_message
 from faults.fuzz.server import reseal, runs
 from faults.fuzz.targets import Target, pack_parts, unpack_parts
+from routetrace.codec.records import DIGEST, U32
 from routetrace.common.errors import ERROR_METADATA_KEY
 from routetrace.server.testing import run_server
 from routetrace.v1 import routetrace_pb2 as pb
@@ -85,6 +87,15 @@ class RequestTarget(Target):
             "DescribeTrace": pb.DescribeTraceRequest(run="run", trace_id="r0"),
             "ExplainCell": pb.ExplainCellRequest(run="run", trace_id="r0", position=1),
             "ListTraces": pb.ListTracesRequest(run="run", labels={"sample": "r1"}),
+            "LocateSequences": pb.LocateSequencesRequest(
+                run="run",
+                num_tokens=np.array([2, 64], U32).tobytes(),
+                num_digests=np.array([1, 2], U32).tobytes(),
+                token_digests=np.array([(2, 5), (8, 6), (64, 7)], DIGEST).tobytes(),
+                labels=[pb.LabelSet(labels={"sample": "r1"})],
+                weight_versions=[1],
+                choices=np.array([0, 1], U32).tobytes(),
+            ),
             "WatchTraces": pb.WatchTracesRequest(run="run"),
             "DeleteTrace": pb.DeleteTraceRequest(run="run", trace_id="none"),
             "RetireTraces": pb.RetireTracesRequest(run="run", through_weight_version=-1),

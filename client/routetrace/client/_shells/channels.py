@@ -132,6 +132,12 @@ def _methods(channel: Any) -> dict[str, Any]:
             ("TraceService", "DescribeTrace", pb.DescribeTraceRequest, pb.DescribeTraceResponse),
             ("TraceService", "ExplainCell", pb.ExplainCellRequest, pb.ExplainCellResponse),
             ("TraceService", "ListTraces", pb.ListTracesRequest, pb.ListTracesResponse),
+            (
+                "TraceService",
+                "LocateSequences",
+                pb.LocateSequencesRequest,
+                pb.LocateSequencesResponse,
+            ),
             ("TraceService", "GetHistory", pb.GetHistoryRequest, pb.GetHistoryResponse),
             ("TraceService", "ListAgreement", pb.ListAgreementRequest, pb.ListAgreementResponse),
             ("IngestService", "BindRequest", pb.BindRequestRequest, pb.BindRequestResponse),

@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments
 from routetrace.client._core import calls as _calls
+from routetrace.client._core import locating as _locating
 from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
 from routetrace.client._core.counting import LoadCount
+from routetrace.client._core.locating import Equal
 from routetrace.client._core.reads import one_of_many
 from routetrace.client._core.reporting import WriterNames, report_of, sent
 from routetrace.client._core.steps import Plan
@@ -31,6 +33,7 @@ from routetrace.client.description import TraceDescription
 from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.explanation import Explanation
 from routetrace.client.history import RunHistory
+from routetrace.client.located import Locations
 from routetrace.client.options import Missing, Policy, ReadKeywords, ReadOptions, merged
 from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
@@ -515,6 +518,51 @@ class RouteClient:
             token_start=token_start,
             layer_ids=layer_ids,
             missing=missing,
+            timeout=timeout,
+        )
+        return self._driver.one(plan)
+
+    def locate(
+        self,
+        sequences: Iterable[npt.ArrayLike],
+        *,
+        weight_versions: Iterable[int] | None = None,
+        labels: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
+        indexes: Sequence[int | None] | None = None,
+        equal: Equal = "refuse",
+        timeout: float | None = None,
+    ) -> Locations:
+        """Find the engine requests whose rows sequences of token ids take.
+
+        No id is needed: token digests are compared, which agents report that know their tokens. A
+        sequence may be cut, or go on behind the request. Only requests that have ended, and whose
+        end has arrived, are found. See docs/rows.md, section 9.
+
+        Args:
+            sequences: token ids of each, prompt and answer, without padding.
+            weight_versions: only requests whose newest rows are of one of these versions.
+            labels: only requests with these labels: a mapping for all sequences, or one for each.
+            indexes: for each sequence, which one of several equal requests is meant: from 0 in
+                order of arrival; None: refuse.
+            equal: "refuse" makes a sequence ambiguous that several requests have equally; with
+                "any" equal sequences of the call get them in turn.
+            timeout: seconds; the client's timeout if None.
+
+        Returns:
+            A `Located` or None for each sequence; its `ambiguous` and `not_found` tell which are
+            None, and why.
+
+        Raises:
+            InvalidArgument: naming the wrong argument.
+            RouteTraceError: see the class.
+        """
+        plan = _locating.locate(
+            self._config,
+            sequences,
+            weight_versions=weight_versions,
+            labels=labels,
+            indexes=indexes,
+            equal=equal,
             timeout=timeout,
         )
         return self._driver.one(plan)

@@ -30,6 +30,7 @@ _SCOPES: dict[str, Scope] = {
     "/routetrace.v1.TraceService/DescribeTrace": "read",
     "/routetrace.v1.TraceService/ExplainCell": "read",
     "/routetrace.v1.TraceService/ListTraces": "read",
+    "/routetrace.v1.TraceService/LocateSequences": "read",
     "/routetrace.v1.TraceService/WatchTraces": "read",
     "/routetrace.v1.TraceService/GetServerInfo": "read",
     "/routetrace.v1.TraceService/ListAgents": "read",

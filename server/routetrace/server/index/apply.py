@@ -261,7 +261,7 @@ class _Applier:
                     source.add_digests(self.chunk.token_digests[row : row + count])
                     self._rejoin(key)
                     if trace := self.state.traces.traces.get(key):
-                        self.state.traces.prefixes.learn(trace, source)
+                        self.state.traces.learn(trace, source)
 
     def _slots(self, at: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self.chunk.slots[at : at + count].astype(np.int64)

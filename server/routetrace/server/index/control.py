@@ -117,6 +117,7 @@ def _apply_bind(state: State, change: stored.Bind, now: float) -> Generator[None
         source.ended, source.num_tokens = True, num_tokens
         source.attempts, source.unknown = rows.attempts, rows.unknown
         source.add_digests(digests)
+        state.traces.learn(trace, source)
         # A repeated bind replaces the request: more slots may be known.
         for i, other in enumerate(trace.sources[:-1]):
             if (other.writer, other.occurrence) == (source.writer, source.occurrence):

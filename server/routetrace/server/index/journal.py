@@ -152,7 +152,7 @@ class Journal:
         # A number is used once, also that of a record that was left out.
         self._number = max(self.state.number, self.store.last_number())
         self.state.touched.clear()
-        for _ in self.state.traces.prefixes.clean():
+        for _ in self.state.traces.clean():
             pass
         return count
 

@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.agents import Agents
 from routetrace.server.index.history import History
@@ -16,6 +19,7 @@ from routetrace.server.index.traces.trace_index import TraceIndex
 from routetrace.server.read import agreements
 from routetrace.server.read.checks import page_of
 from routetrace.server.read.finding import Finder
+from routetrace.server.read.locating import Held, held_here
 from routetrace.server.read.paging import PAGE_BYTES, Page
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.preparing import prepare_end, prepared
@@ -68,6 +72,9 @@ class Catalog(Protocol):
 
     async def traces(self, request: pb.ListTracesRequest, turns: Turns) -> bytes:
         """Return a page of the traces of a run, newest first: a sealed pb.ListTracesResponse."""
+
+    async def holders(self, run: str, digests: npt.NDArray[np.uint64]) -> Held:
+        """Return the traces of a run that may have requests with some token digests."""
 
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; `token` is the name of the caller's."""
@@ -196,6 +203,10 @@ class OwnCatalog:
                     return page.sealed(str(last))
                 last = trace.serial
         return page.sealed()
+
+    async def holders(self, run: str, digests: npt.NDArray[np.uint64]) -> Held:
+        """Return traces by digests; see `Catalog`."""
+        return held_here(self._state.traces, run, digests)
 
     async def delete(self, run: str, trace_id: str, token: str) -> None:
         """Delete a trace; see `Catalog`."""

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
 
+from routetrace.codec.records import U32, U64
 from routetrace.common.errors import Corrupt, InvalidArgument, NotFound
 from routetrace.server.access.control import Access
 from routetrace.server.access.lifecycle import Lifecycle
@@ -25,6 +27,7 @@ from routetrace.server.index.records.record import encode_renew
 from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read import agreements
 from routetrace.server.read.finding import Finder
+from routetrace.server.read.locating import held_here
 from routetrace.server.read.paging import PAGE_BYTES
 from routetrace.server.retention.retention import Retention
 from routetrace.server.rows.frames import Frames
@@ -84,6 +87,7 @@ class PartsServicer:
         """Methods and the classes of their requests, by name."""
         return {
             "Locate": (self.locate, parts.LocateRequest),
+            "Holders": (self.holders, parts.HoldersRequest),
             "Collect": (self.collect, parts.CollectRequest),
             "Frames": (self.frames, parts.FramesRequest),
             "Await": (self.await_changes, parts.AwaitRequest),
@@ -129,6 +133,24 @@ class PartsServicer:
         """Return which traces this worker has parts of."""
         self._lifecycle.check_ready()
         return packing.located(self._journal.state, request)
+
+    async def holders(self, request: parts.HoldersRequest) -> parts.HoldersResponse:
+        """Return which traces this worker has that may have requests with token digests."""
+        self._lifecycle.check_ready()
+        digests = np.frombuffer(request.digests, U64)
+        held = held_here(self._journal.state.traces, request.run, digests)
+        numbers: dict[str, int] = {}
+        pairs = [
+            (index, numbers.setdefault(trace.key[1], len(numbers)))
+            for index, traces in enumerate(held.traces)
+            for trace in traces
+        ]
+        return parts.HoldersResponse(
+            trace_ids=numbers,
+            pairs=np.array(pairs, U32).tobytes(),
+            more=[index for index, more in enumerate(held.more) if more],
+            digest_keys=held.keys,
+        )
 
     async def collect(self, request: parts.CollectRequest) -> parts.CollectResponse:
         """Return the parts of traces, and keep their chunks for a while."""

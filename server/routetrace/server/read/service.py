@@ -36,6 +36,7 @@ from routetrace.server.read.describing import described
 from routetrace.server.read.explaining import cell_of, explained
 from routetrace.server.read.finding import Finder
 from routetrace.server.read.following import Follower
+from routetrace.server.read.locating import Search
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.peers import Peers
 from routetrace.server.read.read_log import ReadLog
@@ -61,7 +62,12 @@ from routetrace.v1 import routetrace_pb2 as pb
 MAX_TRACE_IDS = 100_000
 
 #: Maximum size of a request, by method; of all others.
-_MESSAGE_BYTES = {"GetTraces": 4 << 20, "GetBlocks": 4 << 20, "RenewLease": 8 << 20}
+_MESSAGE_BYTES = {
+    "GetTraces": 4 << 20,
+    "GetBlocks": 4 << 20,
+    "LocateSequences": 4 << 20,
+    "RenewLease": 8 << 20,
+}
 _LEAST_MESSAGE_BYTES = 256 << 10
 
 #: Bytes that a read of blocks takes for each position while it is built.
@@ -365,6 +371,16 @@ class TraceServicer(RunCalls):
         at_most("states", len(request.states), len(pb.TraceState.values()))
         turns = self._admission.pace.turns(owner)
         return await self._catalog(request.run).traces(request, turns)
+
+    @unary
+    async def LocateSequences(  # noqa: N802, D102
+        self, request: pb.LocateSequencesRequest, context: Context
+    ) -> pb.LocateSequencesResponse:
+        owner = self._checks.call(context, "read", request.run)
+        holders = self._catalog(request.run).holders
+        with self._admission.read(owner):
+            turns = self._admission.pace.turns(owner)
+            return await Search(request, holders, turns).response()
 
     @streaming
     async def WatchTraces(  # type: ignore[override] # noqa: N802, D102

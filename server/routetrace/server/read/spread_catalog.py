@@ -7,6 +7,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from routetrace.codec.records import U32
 from routetrace.common.errors import InvalidArgument
 from routetrace.server.common.slices import Turns
 from routetrace.server.index.history import summed
@@ -15,6 +19,7 @@ from routetrace.server.index.traces.trace import Trace
 from routetrace.server.read import agreements
 from routetrace.server.read.catalog import Renewal, Watched
 from routetrace.server.read.checks import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, page_of
+from routetrace.server.read.locating import MAX_KEYS, Held
 from routetrace.server.read.paging import PAGE_BYTES, Page
 from routetrace.server.read.parts import PartsServicer
 from routetrace.server.read.spread_watched import SpreadWatched
@@ -187,6 +192,31 @@ class SpreadCatalog:
         """Return a page of the reports that all workers have."""
         answers = await self._gathering.ask("Agreement", request, pb.ListAgreementResponse)
         return agreements.merged([await self._own.agreement(request), *answers.values()])
+
+    async def holders(self, run: str, digests: npt.NDArray[np.uint64]) -> Held:
+        """Return traces of all workers by token digests."""
+        request = parts.HoldersRequest(run=run, digests=digests.tobytes())
+        answers = await self._gathering.ask("Holders", request, parts.HoldersResponse)
+        every = [await self._own.holders(request), *answers.values()]
+        ids = [*dict.fromkeys(i for answer in every for i in answer.trace_ids)]
+        traces: dict[str, Trace] = {}
+        for at in range(0, len(ids), MAX_COLLECTED):
+            some = ids[at : at + MAX_COLLECTED]
+            found = await self._gathering.collect(run, some)
+            for trace_id, each in zip(some, found, strict=True):
+                if each.parts:
+                    traces[trace_id] = merged((run, trace_id), each.parts.items())
+        held: list[dict[str, Trace]] = [{} for _ in digests]
+        more = [False] * len(digests)
+        for answer in every:
+            for index, number in np.frombuffer(answer.pairs, U32).reshape(-1, 2).tolist():
+                trace_id = answer.trace_ids[number]
+                if trace_id in traces:
+                    held[index][trace_id] = traces[trace_id]
+            for index in answer.more:
+                more[index] = True
+        keys = [*dict.fromkeys(key for answer in every for key in answer.digest_keys)]
+        return Held([[*each.values()] for each in held], more, keys[:MAX_KEYS])
 
     # ------------------------------------------------------------------ deletion and leases
 

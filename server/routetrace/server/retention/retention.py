@@ -143,7 +143,7 @@ class Retention:
             await self.everywhere.expire(now)
             self._metrics.agents_lost.inc(self._agents.count_lost())
             self._forget_writers()
-            async for _ in in_slices(self._state.traces.prefixes.clean()):
+            async for _ in in_slices(self._state.traces.clean()):
                 pass
             await self._compact()
             indexed = await self.memory.look()

@@ -17,6 +17,7 @@ from routetrace.server.index.traces.ordered import Ordered
 from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sharded import Sharded
 from routetrace.server.index.traces.sources import Source, TraceKey
+from routetrace.server.index.traces.token_index import TokenIndex
 from routetrace.server.index.traces.trace import Trace
 
 #: Maximum sources of a trace; the oldest requests are dropped.
@@ -35,7 +36,9 @@ class TraceIndex:
         """Serial number of the newest trace."""
         self.changes = 0
         """Number of changes of all traces."""
-        self.prefixes = PrefixIndex()
+        self.by_serial: Sharded[int, Trace] = Sharded()
+        self.prefixes = PrefixIndex(self.by_serial)
+        self.tokens = TokenIndex(self.by_serial)
 
     def begin(
         self, key: TraceKey, source: Source, *, ttl: float, now: float, token: str = ""
@@ -59,12 +62,15 @@ class TraceIndex:
         if trace is None:
             return None
         self.changes += 1
+        self.by_serial.pop(trace.serial)
         self.prefixes.remove(trace)
+        self.tokens.remove(trace)
         self._ordered.remove(trace)
         of_run = self.of_run[key[0]]
         of_run.remove(trace)
         if not of_run:
             del self.of_run[key[0]]
+            self.tokens.forget(key[0])
         for source in trace.sources:
             source.forgotten = True
         return trace.sources
@@ -74,7 +80,19 @@ class TraceIndex:
         self._ordered.add(trace)
         self.traces[trace.key] = trace
         self.of_run.setdefault(trace.key[0], Ordered()).add(trace)
+        self.by_serial[trace.serial] = trace
         self.prefixes.add(trace)
+        self.tokens.add(trace)
+
+    def learn(self, trace: Trace, source: Source) -> None:
+        """Index the digests that a source has got."""
+        self.prefixes.learn(trace, source)
+        self.tokens.learn(trace, source)
+
+    def clean(self) -> Iterator[None]:
+        """Tidy up the indexes step by step."""
+        yield from self.prefixes.clean()
+        yield from self.tokens.clean()
 
     def oldest_first(self) -> Iterator[Trace]:
         """Yield all traces, oldest first; see `Ordered.oldest_first`."""
