@@ -205,7 +205,7 @@ class Search:
                     if differs or proven <= told.prompt_len:
                         continue
                     found += _candidate(sequence, told, proven)
-                    if 0 < told.prompt_len and proven < told.num_tokens < sequence.num_tokens:
+                    if told.prompt_len > 0 and proven < told.num_tokens < sequence.num_tokens:
                         self._wanted[i, told.num_tokens] = None
             every.append(found)
         return every
