@@ -13,8 +13,8 @@ then flattening. Padding has no rows, nor has the last token of a sample.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
-from routetrace.common.errors import InvalidArgument
+from routetrace.client.micro_batch import MicroBatch, Sample, Unit
+from routetrace.client.segments import Segment, check_segments
+from routetrace.common.errors import InvalidArgument, typed
 from routetrace.common.layout import ModelLayout
 from routetrace.common.values import Values
 
@@ -117,7 +118,9 @@ class FetchPlan:
     spans: tuple[SampleSpan, ...]
     """The local tokens that are no padding."""
     reads: tuple[PlannedRead, ...]
-    """Rows to fetch, and their places."""
+    """Rows to fetch, and their places; none of a sample that is not located yet."""
+    located: frozenset[int] = frozenset()
+    """Indexes of the samples that `with_segments` located, or did not find."""
 
     def __repr__(self) -> str:
         return (
@@ -153,26 +156,60 @@ class FetchPlan:
         for lane, sample, start, stop, at in pieces:
             where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
             spans.append(SampleSpan(sample, start, stop, *where))
-        reads: dict[tuple[int, int], list[Piece]] = {}
-        for span in spans if layer_ids else ():
-            for number, segment in enumerate(batch.samples[span.sample].segments):
-                shift = segment.shift
-                a = max(span.start, segment.start - shift)
-                b = min(span.stop, segment.stop - shift)
-                if a < b:
-                    at = span.at + (a - span.start) * span.stride
-                    piece = Piece(a + shift, b + shift, at, span.stride)
-                    reads.setdefault((span.sample, number), []).append(piece)
         return cls(
             model,
             layer_ids,
             batch.samples,
             lanes * lane_len,
             tuple(spans),
-            tuple(
-                PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
-                for (sample, number), found in sorted(reads.items())
+            _reads(
+                spans if layer_ids else (),
+                {number: sample.segments for number, sample in enumerate(batch.samples)},
             ),
+        )
+
+    @cached_property
+    def unlocated(self) -> tuple[int, ...]:
+        """Indexes of the samples whose rows are needed here and are not located yet, ascending.
+
+        Such a sample is found by its tokens, and `with_segments` locates it.
+        """
+        return tuple(sorted({span.sample for span, _ in self._found()} - self.located))
+
+    def with_segments(self, segments_of: Mapping[int, Sequence[Segment]]) -> FetchPlan:
+        """Return the plan with the reads of samples that are found by their tokens.
+
+        `planned` stays: the rows of a sample that is not found are planned, and missing.
+
+        Args:
+            segments_of: for each index in `samples`, where its rows come from: ascending and
+                disjoint positions of the sample in front of its last token; () if not found.
+
+        Raises:
+            InvalidArgument: if a sample is not found by its tokens, or segments do not fit it;
+                names it.
+        """
+        if not isinstance(segments_of, Mapping):
+            expected = "a mapping of int to segments"
+            raise InvalidArgument(field="segments_of", value=typed(segments_of), expected=expected)
+        checked = {}
+        for key, segments in segments_of.items():
+            number = check.whole("segments_of", key, 0, len(self.samples) - 1)
+            sample = self.samples[number]
+            if not sample.find:
+                raise InvalidArgument(
+                    field=f"samples[{number}].find",
+                    value=False,
+                    expected="True: the sample has segments of its own, or none",
+                )
+            name = f"segments_of[{number}]"
+            checked[number] = check_segments(name, segments, max(sample.num_tokens - 1, 0))
+        kept = [read for read in self.reads if read.sample not in checked]
+        found = _reads(self.spans if self.layer_ids else (), checked)
+        return replace(
+            self,
+            reads=tuple(sorted([*kept, *found], key=lambda read: read.sample)),
+            located=self.located | set(checked),
         )
 
     @property
@@ -189,16 +226,29 @@ class FetchPlan:
     @cached_property
     def num_rows(self) -> int:
         """Local tokens that have a row."""
-        return sum(piece.stop - piece.start for read in self.reads for piece in read.pieces)
+        return int(np.count_nonzero(self.planned))
 
     @cached_property
     def planned(self) -> npt.NDArray[np.bool_]:
-        """Which local tokens have a row: [num_tokens]."""
+        """Which local tokens have a row: [num_tokens].
+
+        Those of a sample that is found by its tokens count, wherever it is.
+        """
         mask = np.zeros(self.num_tokens, np.bool_)
         for read in self.reads:
             for piece in read.pieces:
                 mask[piece.where(piece.start, piece.stop)] = True
+        for span, stop in self._found():
+            mask[Piece(*span[1:]).where(span.start, stop)] = True
         return mask
+
+    def _found(self) -> Iterator[tuple[SampleSpan, int]]:
+        """Yield the spans of samples that are found by their tokens, and where their rows stop."""
+        for span in self.spans if self.layer_ids else ():
+            sample = self.samples[span.sample]
+            stop = min(span.stop, sample.num_tokens - 1)
+            if sample.find and span.start < stop:
+                yield span, stop
 
     @cached_property
     def sample_of(self) -> npt.NDArray[np.int32]:
@@ -215,6 +265,26 @@ class FetchPlan:
         for span in self.spans:
             values[Piece(*span[1:]).where(span.start, span.stop)] = value(span)
         return values
+
+
+def _reads(
+    spans: Iterable[SampleSpan], segments_of: Mapping[int, Sequence[Segment]]
+) -> tuple[PlannedRead, ...]:
+    """Return the rows of segments that spans have, by sample, then by segment."""
+    reads: dict[tuple[int, int], list[Piece]] = {}
+    for span in spans:
+        for number, segment in enumerate(segments_of.get(span.sample, ())):
+            shift = segment.shift
+            a = max(span.start, segment.start - shift)
+            b = min(span.stop, segment.stop - shift)
+            if a < b:
+                at = span.at + (a - span.start) * span.stride
+                piece = Piece(a + shift, b + shift, at, span.stride)
+                reads.setdefault((span.sample, number), []).append(piece)
+    return tuple(
+        PlannedRead(sample, segments_of[sample][number], tuple(sorted(found)))
+        for (sample, number), found in sorted(reads.items())
+    )
 
 
 def _split_lanes(batch: MicroBatch, rank: Rank) -> tuple[int, list[tuple[int, int, int, int, int]]]:

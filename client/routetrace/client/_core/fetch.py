@@ -60,7 +60,7 @@ class Fetch:
         pin_memory: whether a new one is page-locked.
 
     Raises:
-        InvalidArgument: if `out` does not fit the plan.
+        InvalidArgument: if `out` does not fit the plan, or a sample of it is not located.
     """
 
     def __init__(
@@ -72,6 +72,12 @@ class Fetch:
         out: Any = None,
         pin_memory: bool = False,
     ) -> None:
+        if plan.unlocated:
+            raise InvalidArgument(
+                field=f"samples[{plan.unlocated[0]}]",
+                value="found by its tokens, and not located yet",
+                expected="a trace_id, or FetchPlan.with_segments()",
+            )
         self.plan = plan
         self._config = config
         self._read = read
