@@ -176,7 +176,7 @@ def by_cu_seqlens(
     """
     ids = _stream(input_ids)
     bounds = check.tokens("cu_seqlens", cu_seqlens)
-    steps = np.diff(bounds.astype(np.int64), prepend=0)
+    steps = np.diff(bounds, prepend=0)
     if not len(bounds) or bounds[0] or (steps < 0).any() or bounds[-1] > len(ids):
         shown = f"from {bounds[0]} to {bounds[-1]}" if len(bounds) else "empty"
         raise InvalidArgument(
