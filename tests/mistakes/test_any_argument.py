@@ -156,6 +156,15 @@ _TABLE = {
     "client.RouteClient.follow": _client(
         "follow", trace_id="done", incarnation=1, options=None, **_PART, **READ
     ),
+    "client.RouteClient.locate": _client(
+        "locate",
+        sequences=[TOKENS],
+        weight_versions=[1],
+        labels={"sample": "a"},
+        indexes=[0],
+        equal="refuse",
+        timeout=1.0,
+    ),
     "client.RouteClient.stat": _client("stat", trace_id="done", incarnation=1, timeout=1.0),
     "client.RouteClient.describe": _client(
         "describe", trace_id="done", incarnation=1, policy="latest", origins=True, timeout=1.0
@@ -247,6 +256,12 @@ _TABLE = {
     "client.FetchPlan.make": _plain(
         rt.FetchPlan.make, layout=LAYOUT, batch=Made(lambda w: w.batch), rank=rt.Rank((0, 2))
     ),
+    "client.FetchPlan.with_locations": _plain(
+        rt.FetchPlan.make(
+            LAYOUT, rt.MicroBatch.from_cu_seqlens(TOKENS, [0, 10]), rt.Rank((0, 2))
+        ).with_locations,
+        locations=rt.Locations([rt.Located("done", 1, 10, 10)]),
+    ),
     "client.Sample.of": _plain(
         rt.Sample.of, trace_id="done", num_tokens=10, token_ids=TOKENS, padded_len=12, incarnation=1
     ),
@@ -261,7 +276,17 @@ _TABLE = {
         rt.MicroBatch.packed, samples=Made(lambda w: [w.sample]), align=2, total_len=16
     ),
     "client.MicroBatch.padded": _plain(
-        rt.MicroBatch.padded, samples=Made(lambda w: [w.sample]), seq_len=16, padding_side="left"
+        rt.MicroBatch.padded, samples=Made(lambda w: [w.sample]), seq_len=16, padding_side="left",
+        starts=None,
+    ),
+    "client.MicroBatch.from_mask": _plain(
+        rt.MicroBatch.from_mask, input_ids=[TOKENS], attention_mask=[TOKENS > 2]
+    ),
+    "client.MicroBatch.from_position_ids": _plain(
+        rt.MicroBatch.from_position_ids, input_ids=TOKENS, position_ids=TOKENS, num_tokens=8
+    ),
+    "client.MicroBatch.from_cu_seqlens": _plain(
+        rt.MicroBatch.from_cu_seqlens, input_ids=TOKENS, cu_seqlens=[0, 4, 9]
     ),
     "client.Rank.__init__": _plain(
         rt.Rank, layer_ids=[0], cp_size=2, cp_rank=0, cp_layout="zigzag", sp_size=2, sp_rank=0,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
 
 from routetrace.client import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.client.rows import Rows
@@ -118,6 +119,36 @@ def test_one_other_token_is_named():
     assert f"input_ids is {tokens[4] + 1} at token 4 of the batch; expected {tokens[4]}" in found
     assert "position 4 of samples[0]" in found
     assert "begins" not in found
+
+
+def test_what_a_collator_flattens_is_laid_out_by_its_tensors():
+    """The sequences and tensors are those of the collator, which knows nothing of plans."""
+    seqs = sequences([5, 2, 1, 7], seed=3)
+    collate_flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    made = collate_flat([{"input_ids": tokens.tolist()} for tokens in seqs], return_tensors="pt")
+    ids, position_ids = made["input_ids"], made["position_ids"]
+    for batch in (
+        MicroBatch.from_position_ids(ids, position_ids),
+        MicroBatch.from_cu_seqlens(ids, made["cu_seq_lens_q"]),
+    ):
+        assert [s.token_ids.tolist() for s in batch.samples] == [s.tolist() for s in seqs]
+        rows = rows_for(batch)
+        assert rows.plan.num_rows == 4 + 1 + 0 + 6
+        assert not replayed(rows, lambda: MODEL(ids, position_ids=position_ids))
+        found = replayed(rows, lambda: MODEL(ids.roll(1), position_ids=position_ids))
+        assert "position 0 of samples[0]" in found
+
+
+def test_prompts_padded_left_with_completions_padded_right_are_laid_out_by_their_mask():
+    prompts, completions = sequences([2, 4, 3], seed=4), sequences([3, 1, 2], seed=5)
+    parts = [padded(prompts, 4, "left"), padded(completions, 3, "right")]
+    ids, mask = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+    rows = rows_for(MicroBatch.from_mask(ids, mask))
+    wholes = [np.concatenate(both).tolist() for both in zip(prompts, completions, strict=True)]
+    assert [s.token_ids.tolist() for s in rows.plan.samples] == wholes
+    assert not replayed(rows, lambda: MODEL(ids, attention_mask=mask))
+    found = replayed(rows, lambda: MODEL(ids.roll(-1, 1), attention_mask=mask.roll(-1, 1)))
+    assert "position 0 of samples[0]" in found
 
 
 def test_the_decoder_alone_and_arguments_by_name_are_judged():

@@ -21,12 +21,13 @@ from routetrace.client.explanation import (
 )
 from routetrace.client.history import AgentHistory, RunHistory
 from routetrace.client.located import Located, Locations
-from routetrace.client.micro_batch import MicroBatch, Sample, Segment
+from routetrace.client.micro_batch import MicroBatch, Sample
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, Rank
 from routetrace.client.progress import Progress
 from routetrace.client.rows import FetchStats, Rows
 from routetrace.client.samples import SampleRows
+from routetrace.client.segments import Segment
 from routetrace.client.stat import (
     AgentStat,
     AgentState,

@@ -24,11 +24,13 @@ from routetrace.common.limits import MAX_NONCE, check_id, check_labels
 
 __all__ = [
     "UnknownKeyword",
+    "array",
     "choice",
     "flag",
     "identifier",
     "identifiers",
     "instance",
+    "integers",
     "items",
     "labels",
     "layers",
@@ -40,6 +42,7 @@ __all__ = [
     "weight_version",
     "whole",
     "wholes",
+    "wrong_shape",
 ]
 
 
@@ -83,29 +86,49 @@ def nonce(value: Any, field: str = "nonce") -> int:
     return whole(field, value, 1, MAX_NONCE - 1)
 
 
+def array(field: str, values: npt.ArrayLike, expected: str) -> npt.NDArray[Any]:
+    """Return an array of a list, an array, or a tensor on any device."""
+    if values is None or isinstance(values, (str, bytes)):
+        raise InvalidArgument(field=field, value=typed(values), expected=expected)
+    try:
+        # Tensors on a device have to come back first.
+        return np.asarray(getattr(values, "cpu", lambda: values)())
+    except ValueError:  # lists of several lengths
+        raise InvalidArgument(field=field, value="ragged", expected=expected) from None
+    except (RuntimeError, TypeError) as error:  # a tensor with gradients, or of bfloat16
+        raise InvalidArgument(field=field, value=kind_of(values), expected=expected) from error
+
+
+def integers(field: str, values: npt.ArrayLike, expected: str) -> npt.NDArray[np.integer[Any]]:
+    """Return an array of integers in [0, 2**32), of any shape."""
+    found = array(field, values, expected)
+    if not found.size:
+        return found
+    if found.dtype.kind not in "iu":
+        raise wrong_shape(field, found, expected)
+    if not 0 <= int(found.min()) <= int(found.max()) < 2**32:
+        shown = f"in [{found.min()}, {found.max()}]"
+        raise InvalidArgument(field=field, value=shown, expected=expected)
+    return found
+
+
+def wrong_shape(
+    field: str, found: npt.NDArray[Any], expected: str, remedy: str = ""
+) -> InvalidArgument:
+    """Return the error for an array of a wrong shape or dtype."""
+    shown = f"of {found.dtype} and shape {found.shape}"
+    return InvalidArgument(field=field, value=shown, expected=expected, remedy=remedy)
+
+
 def tokens(
     field: str, values: npt.ArrayLike, count: int | None = None
 ) -> npt.NDArray[np.integer[Any]]:
     """Return token ids, `count` of them if given."""
     many = "one dimension of integers" if count is None else f"{count} integers"
     expected = f"{many} in [0, 2**32)"
-    if values is None or isinstance(values, (str, bytes)):
-        raise InvalidArgument(field=field, value=typed(values), expected=expected)
-    try:
-        # Tensors on a device have to come back first.
-        ids = np.asarray(getattr(values, "cpu", lambda: values)())
-    except ValueError:  # lists of several lengths
-        raise InvalidArgument(field=field, value="ragged", expected=expected) from None
-    except (RuntimeError, TypeError) as error:  # a tensor with gradients, or of bfloat16
-        raise InvalidArgument(field=field, value=kind_of(values), expected=expected) from error
-    integers = not ids.size or (
-        ids.dtype.kind in "iu" and 0 <= int(ids.min()) <= int(ids.max()) < 2**32
-    )
-    if ids.ndim != 1 or not integers or count not in (None, ids.size):
-        shown = f"of {ids.dtype} and shape {ids.shape}"
-        if ids.ndim == 1 and ids.size and ids.dtype.kind in "iu" and not integers:
-            shown = f"in [{ids.min()}, {ids.max()}]"
-        raise InvalidArgument(field=field, value=shown, expected=expected)
+    ids = integers(field, values, expected)
+    if ids.ndim != 1 or count not in (None, ids.size):
+        raise wrong_shape(field, ids, expected)
     return ids
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from routetrace.client.micro_batch import Sample, Segment
+from routetrace.client.micro_batch import Sample
+from routetrace.client.segments import Segment
 from routetrace.client.stat import TraceFacts
 from routetrace.codec.records import TokenDigest, digest_key
 from routetrace.common.errors import InvalidArgument, counted

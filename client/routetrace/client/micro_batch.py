@@ -4,57 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
+from routetrace.client import layouts
+from routetrace.client.layouts import PaddingSide
+from routetrace.client.segments import Segment, check_segments
 from routetrace.common.errors import InvalidArgument, quoted, typed
 from routetrace.common.values import Values
-
-PaddingSide = Literal["left", "right"]
-
-
-@dataclass(frozen=True)
-class Segment(Values):
-    """Rows [start, stop) of a request, for the positions of a sample from `at` on."""
-
-    trace_id: str
-    """The trace's id."""
-    start: int
-    """First position in the request."""
-    stop: int
-    """One past the last; the request must have these rows."""
-    at: int | None = None
-    """Position in the sample of the first row; `start` if None."""
-    incarnation: int | None = None
-    """As in `RouteClient.get`."""
-    num_tokens: int | None = None
-    """Tokens that the request must have, or more if the sample's token ids are proven to be its
-    start; None: any number."""
-    nonce: int | None = None
-    """As in `RouteClient.get`."""
-
-    def __post_init__(self) -> None:
-        check.identifier("trace_id", self.trace_id)
-        check.whole("start", self.start)
-        check.whole("stop", self.stop, self.start + 1)
-        if self.at is None:
-            object.__setattr__(self, "at", self.start)
-        check.whole("at", self.at)
-        if self.num_tokens is not None:
-            check.whole("num_tokens", self.num_tokens, self.stop + 1)
-        if self.incarnation is not None:
-            check.whole("incarnation", self.incarnation, 1)
-        if self.nonce is not None:
-            check.nonce(self.nonce)
-
-    @property
-    def shift(self) -> int:
-        """Position in the request - position in the sample."""
-        assert self.at is not None
-        return self.start - self.at
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,34 +34,29 @@ class Sample(Values):
     `align`."""
     token_ids: npt.NDArray[np.integer[Any]] | None = None
     """[num_tokens]; compared with the token digests that the agent reported, if any."""
+    find: bool = False
+    """Whether its rows are those of a request that has these token ids, whichever that is; it has
+    no segments then."""
 
     def __post_init__(self) -> None:
         check.whole("num_tokens", self.num_tokens)
-        segments = check.several("segments", self.segments, "Segment")
-        segments = tuple(
-            check.instance(f"segments[{i}]", s, Segment) for i, s in enumerate(segments)
-        )
+        segments = check_segments("segments", self.segments, self.num_tokens)
         object.__setattr__(self, "segments", segments)
+        if check.flag("find", self.find) and self.segments:
+            shown = f"True, with {len(segments)} segments"
+            raise InvalidArgument(field="find", value=shown, expected="True without segments")
+        if self.find and self.token_ids is None:
+            raise InvalidArgument(field="token_ids", value=None, expected=_TO_FIND)
         if self.token_ids is not None:
             ids = check.tokens("token_ids", self.token_ids, self.num_tokens)
             object.__setattr__(self, "token_ids", ids)
         if self.padded_len is not None:
             check.whole("padded_len", self.padded_len, self.num_tokens)
-        end = 0
-        for number, segment in enumerate(self.segments):
-            at, stop = segment.start - segment.shift, segment.stop - segment.shift
-            if not end <= at < stop <= self.num_tokens:
-                raise InvalidArgument(
-                    field=f"segments[{number}]",
-                    value=f"positions [{at}, {stop})",
-                    expected=f"positions in [{end}, {self.num_tokens}), ascending and disjoint",
-                )
-            end = stop
 
     @classmethod
     def of(
         cls,
-        trace_id: str,
+        trace_id: str | None = None,
         num_tokens: int | None = None,
         *,
         token_ids: npt.ArrayLike | None = None,
@@ -111,7 +67,7 @@ class Sample(Values):
         """One whole request: N tokens, N - 1 rows.
 
         Args:
-            trace_id: the trace's id.
+            trace_id: the trace's id; None for the request that has these token ids.
             num_tokens: its tokens, prompt and output; how many `token_ids` are, if None.
             token_ids: [num_tokens] integers. With them the rows are proven to be of these tokens,
                 where the agent knew its tokens, and a sample may be cut short. Of several
@@ -123,6 +79,8 @@ class Sample(Values):
         Raises:
             InvalidArgument: naming the wrong argument.
         """
+        if trace_id is None:
+            return cls._found(num_tokens, token_ids, padded_len, incarnation, nonce)
         sample = cls.turns(
             [(trace_id, _count(num_tokens, token_ids))],
             token_ids=token_ids,
@@ -133,6 +91,24 @@ class Sample(Values):
             return sample
         named = tuple(replace(segment, nonce=nonce) for segment in sample.segments)
         return replace(sample, segments=named)
+
+    @classmethod
+    def _found(
+        cls,
+        num_tokens: int | None,
+        token_ids: npt.ArrayLike | None,
+        padded_len: int | None,
+        incarnation: int | None,
+        nonce: int | None,
+    ) -> Sample:
+        for name, value in (("incarnation", incarnation), ("nonce", nonce)):
+            if value is not None:
+                expected = "None, as there is no trace_id"
+                raise InvalidArgument(field=name, value=quoted(value), expected=expected)
+        if token_ids is None:
+            raise InvalidArgument(field="token_ids", value=None, expected=_TO_FIND)
+        ids = check.tokens("token_ids", token_ids, num_tokens)
+        return cls(ids.size, (), padded_len, ids, find=True)
 
     @classmethod
     def turns(
@@ -187,6 +163,9 @@ class Sample(Values):
         return cls(0, padded_len=length)
 
 
+_TO_FIND = "the token ids, as there is no trace_id"
+
+
 def _count(num_tokens: int | None, token_ids: npt.ArrayLike | None) -> int:
     if num_tokens is not None:
         return num_tokens
@@ -209,35 +188,6 @@ def _samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     )
 
 
-def check_padding_side(
-    name: str, given: PaddingSide | None, lengths: Sequence[int], seq_len: int
-) -> None:
-    """Check the side of the padding of sequences.
-
-    There is no default: with a wrong one each row would be replayed at another token.
-
-    Args:
-        name: of the sequences, for the message.
-        given: "left", "right", or None where no sequence is padded.
-        lengths: tokens of each sequence.
-        seq_len: tokens with padding.
-
-    Raises:
-        InvalidArgument: if it is another value, or None and a sequence is padded.
-    """
-    if given is not None:
-        check.choice("padding_side", given, ("left", "right"))
-        return
-    for number, length in enumerate(lengths):
-        if 0 < length < seq_len:
-            raise InvalidArgument(
-                field="padding_side",
-                value=None,
-                expected=f'"left" or "right", as {name}[{number}] has {length} tokens of {seq_len}',
-                remedy="generate() of transformers pads left, most trainers right",
-            )
-
-
 class Unit(NamedTuple):
     """A stretch of a lane that context parallelism splits by itself."""
 
@@ -249,7 +199,11 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples as a trainer lays them out before it splits them: made by `packed` or `padded`."""
+    """Samples as a trainer lays them out before it splits them.
+
+    `packed` and `padded` make it of samples, `from_mask`, `from_position_ids` and `from_cu_seqlens`
+    of the tensors that the model gets.
+    """
 
     samples: tuple[Sample, ...]
     lanes: tuple[tuple[Unit, ...], ...]
@@ -291,7 +245,12 @@ class MicroBatch:
 
     @classmethod
     def padded(
-        cls, samples: Iterable[Sample], seq_len: int, *, padding_side: PaddingSide | None = None
+        cls,
+        samples: Iterable[Sample],
+        seq_len: int,
+        *,
+        padding_side: PaddingSide | None = None,
+        starts: npt.ArrayLike | None = None,
     ) -> MicroBatch:
         """An array [samples, seq_len].
 
@@ -299,6 +258,8 @@ class MicroBatch:
             samples: one for each row of it.
             seq_len: its columns.
             padding_side: where the padding is; needed where a sample is shorter than seq_len.
+            starts: [samples] integers, in place of `padding_side` where both sides may be padded
+                (prompts on the left, completions on the right): the column of each first token.
 
         Raises:
             InvalidArgument: naming the wrong argument.
@@ -306,15 +267,95 @@ class MicroBatch:
         samples = _samples(samples)
         check.whole("seq_len", seq_len)
         lengths = [sample.num_tokens for sample in samples]
-        check_padding_side("samples", padding_side, lengths, seq_len)
-        lanes = []
-        for number, sample in enumerate(samples):
-            if sample.num_tokens > seq_len:
+        for number, length in enumerate(lengths):
+            if length > seq_len:
                 raise InvalidArgument(
                     field=f"samples[{number}].num_tokens",
-                    value=sample.num_tokens,
+                    value=length,
                     expected=f"at most seq_len = {seq_len}",
                 )
-            offset = seq_len - sample.num_tokens if padding_side == "left" else 0
-            lanes.append((Unit(0, seq_len, number, offset),) if seq_len else ())
+        if starts is None:
+            layouts.check_padding_side("samples", padding_side, lengths, seq_len)
+            left = padding_side == "left"
+            offsets = [seq_len - length if left else 0 for length in lengths]
+        elif padding_side is not None:
+            expected = "None beside starts"
+            shown = quoted(padding_side)
+            raise InvalidArgument(field="padding_side", value=shown, expected=expected)
+        else:
+            offsets = layouts.check_starts(starts, lengths, seq_len)
+        lanes = [
+            (Unit(0, seq_len, number, offset),) if seq_len else ()
+            for number, offset in enumerate(offsets)
+        ]
         return cls(samples, tuple(lanes), seq_len)
+
+    @classmethod
+    def from_mask(cls, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike) -> MicroBatch:
+        """An array [batch, seq], and the mask of its padding.
+
+        Samples have the token ids of their rows, and are found by them.
+
+        Args:
+            input_ids: [batch, seq] integers: an array, a list, or a tensor on any device.
+            attention_mask: [batch, seq] of 0 and 1, or bool: the tokens of each row are one
+                stretch; a row of zeros is a sample without tokens.
+
+        Raises:
+            InvalidArgument: naming the wrong argument, and the row.
+        """
+        ids, starts, stops = layouts.by_mask(input_ids, attention_mask)
+        samples = [
+            Sample.of(token_ids=row[start:stop])
+            for row, start, stop in zip(ids, starts, stops, strict=True)
+        ]
+        return cls.padded(samples, ids.shape[1], starts=starts)
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        input_ids: npt.ArrayLike,
+        position_ids: npt.ArrayLike,
+        *,
+        num_tokens: int | None = None,
+    ) -> MicroBatch:
+        """Sequences one after the other, without padding between them: one begins at each 0.
+
+        Samples have the token ids of their sequences, and are found by them. That is what
+        `DataCollatorWithFlattening` of transformers, `padding_free` of TRL and `use_remove_padding`
+        of verl make.
+
+        Args:
+            input_ids: [1, total] or [total] integers: an array, a list, or a tensor on any device.
+            position_ids: as `input_ids`, or [n, 1, total] of a multimodal RoPE, where a sequence
+                begins if all n are 0. Where n is 3, images repeat positions; otherwise the first
+                axis must count the tokens of each sequence.
+            num_tokens: tokens in front of the padding at the end, where its positions count from 0
+                as those of a sequence (Ulysses in verl). Otherwise sequences of one token at the
+                end, which have no rows, are padding.
+
+        Raises:
+            InvalidArgument: naming the wrong argument, and the first wrong position.
+        """
+        return cls._stream(*layouts.by_position_ids(input_ids, position_ids, num_tokens))
+
+    @classmethod
+    def from_cu_seqlens(cls, input_ids: npt.ArrayLike, cu_seqlens: npt.ArrayLike) -> MicroBatch:
+        """Sequences one after the other, without padding between them, and their bounds.
+
+        Samples have the token ids of their sequences, and are found by them.
+
+        Args:
+            input_ids: [1, total] or [total] integers: an array, a list, or a tensor on any device.
+            cu_seqlens: [sequences + 1] integers: 0, then the end of each sequence. Tokens behind
+                the last end are padding.
+
+        Raises:
+            InvalidArgument: naming the wrong argument.
+        """
+        return cls._stream(*layouts.by_cu_seqlens(input_ids, cu_seqlens))
+
+    @classmethod
+    def _stream(cls, ids: layouts.Integers, bounds: list[int]) -> MicroBatch:
+        samples = [Sample.of(token_ids=ids[start:stop]) for start, stop in pairwise(bounds)]
+        return cls.packed(samples, total_len=len(ids))

@@ -13,8 +13,8 @@ then flattening. Padding has no rows, nor has the last token of a sample.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -22,9 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from routetrace.client import _arguments as check
-from routetrace.client.micro_batch import MicroBatch, Sample, Segment, Unit
+from routetrace.client.located import Locations
+from routetrace.client.micro_batch import MicroBatch, Sample, Unit
+from routetrace.client.segments import Segment
 from routetrace.common.errors import InvalidArgument
 from routetrace.common.layout import ModelLayout
+from routetrace.common.missing import MissingRange, MissingReason
 from routetrace.common.values import Values
 
 ContextLayout = Literal["zigzag", "contiguous", "ulysses"]
@@ -117,7 +120,9 @@ class FetchPlan:
     spans: tuple[SampleSpan, ...]
     """The local tokens that are no padding."""
     reads: tuple[PlannedRead, ...]
-    """Rows to fetch, and their places."""
+    """Rows to fetch, and their places; none of a sample that is not located yet."""
+    locations: Locations | None = None
+    """Requests of the samples `to_find`, in their order; None while they are not located."""
 
     def __repr__(self) -> str:
         return (
@@ -153,27 +158,84 @@ class FetchPlan:
         for lane, sample, start, stop, at in pieces:
             where = (at * lanes + lane, lanes) if by_sequence else (lane * lane_len + at, 1)
             spans.append(SampleSpan(sample, start, stop, *where))
-        reads: dict[tuple[int, int], list[Piece]] = {}
-        for span in spans if layer_ids else ():
-            for number, segment in enumerate(batch.samples[span.sample].segments):
-                shift = segment.shift
-                a = max(span.start, segment.start - shift)
-                b = min(span.stop, segment.stop - shift)
-                if a < b:
-                    at = span.at + (a - span.start) * span.stride
-                    piece = Piece(a + shift, b + shift, at, span.stride)
-                    reads.setdefault((span.sample, number), []).append(piece)
         return cls(
             model,
             layer_ids,
             batch.samples,
             lanes * lane_len,
             tuple(spans),
-            tuple(
-                PlannedRead(sample, batch.samples[sample].segments[number], tuple(sorted(found)))
-                for (sample, number), found in sorted(reads.items())
+            _reads(
+                spans if layer_ids else (),
+                {number: sample.segments for number, sample in enumerate(batch.samples)},
             ),
         )
+
+    @cached_property
+    def to_find(self) -> tuple[int, ...]:
+        """Indexes of the samples that are found by their tokens, and have rows."""
+        return tuple(i for i, s in enumerate(self.samples) if s.find and s.num_tokens > 1)
+
+    @property
+    def sequences(self) -> list[npt.NDArray[np.integer[Any]]]:
+        """Token ids of the samples `to_find`."""
+        found = (self.samples[number].token_ids for number in self.to_find)
+        return [ids for ids in found if ids is not None]
+
+    def with_locations(self, locations: Locations) -> FetchPlan:
+        """Return the plan with the reads of samples that are found by their tokens.
+
+        `planned` stays: rows that no request is proven to have are planned, and missing.
+
+        Args:
+            locations: result of `RouteClient.locate(plan.sequences)`.
+
+        Raises:
+            InvalidArgument: if it is of other sequences.
+        """
+        check.instance("locations", locations, Locations, "use client.locate(plan.sequences)")
+        if len(locations) != len(self.to_find):
+            raise InvalidArgument(
+                field="locations",
+                value=f"{len(locations)} of them",
+                expected=f"{len(self.to_find)}, one for each of plan.sequences",
+            )
+        segments = {
+            number: [
+                Segment(
+                    each.trace_id,
+                    0,
+                    each.num_rows(self.samples[number].num_tokens),
+                    incarnation=each.incarnation,
+                    num_tokens=each.num_tokens,
+                )
+            ]
+            for number, each in zip(self.to_find, locations, strict=True)
+            if each is not None and each.num_rows(self.samples[number].num_tokens)
+        }
+        kept = [read for read in self.reads if not self.samples[read.sample].find]
+        found = _reads(self.spans if self.layer_ids else (), segments)
+        reads = sorted([*kept, *found], key=lambda read: read.sample)
+        return replace(self, reads=tuple(reads), locations=locations)
+
+    @cached_property
+    def unproven(self) -> tuple[tuple[int, MissingRange], ...]:
+        """(sample, missing cells): rows of this rank that no request is proven to have.
+
+        Those of all samples `to_find` while they are not located.
+        """
+        last: dict[int, int] = {}
+        for span, stop in self._found():
+            last[span.sample] = max(stop, last.get(span.sample, 0))
+        missing = []
+        for place, number in enumerate(self.to_find):
+            each = self.locations[place] if self.locations else None
+            start = each.num_rows(self.samples[number].num_tokens) if each else 0
+            if start < (stop := last.get(number, 0)):
+                reason = MissingReason.NOT_PROVEN
+                if self.locations and place in self.locations.ambiguous:
+                    reason = MissingReason.AMBIGUOUS
+                missing.append((number, MissingRange(start, stop, self.layer_ids, reason)))
+        return tuple(missing)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -189,16 +251,29 @@ class FetchPlan:
     @cached_property
     def num_rows(self) -> int:
         """Local tokens that have a row."""
-        return sum(piece.stop - piece.start for read in self.reads for piece in read.pieces)
+        return int(np.count_nonzero(self.planned))
 
     @cached_property
     def planned(self) -> npt.NDArray[np.bool_]:
-        """Which local tokens have a row: [num_tokens]."""
+        """Which local tokens have a row: [num_tokens].
+
+        Those of a sample that is found by its tokens count, wherever it is.
+        """
         mask = np.zeros(self.num_tokens, np.bool_)
         for read in self.reads:
             for piece in read.pieces:
                 mask[piece.where(piece.start, piece.stop)] = True
+        for span, stop in self._found():
+            mask[Piece(*span[1:]).where(span.start, stop)] = True
         return mask
+
+    def _found(self) -> Iterator[tuple[SampleSpan, int]]:
+        """Yield the spans of samples that are found by their tokens, and where their rows stop."""
+        for span in self.spans if self.layer_ids else ():
+            sample = self.samples[span.sample]
+            stop = min(span.stop, sample.num_tokens - 1)
+            if sample.find and span.start < stop:
+                yield span, stop
 
     @cached_property
     def sample_of(self) -> npt.NDArray[np.int32]:
@@ -215,6 +290,26 @@ class FetchPlan:
         for span in self.spans:
             values[Piece(*span[1:]).where(span.start, span.stop)] = value(span)
         return values
+
+
+def _reads(
+    spans: Iterable[SampleSpan], segments_of: Mapping[int, Sequence[Segment]]
+) -> tuple[PlannedRead, ...]:
+    """Return the rows of segments that spans have, by sample, then by segment."""
+    reads: dict[tuple[int, int], list[Piece]] = {}
+    for span in spans:
+        for number, segment in enumerate(segments_of.get(span.sample, ())):
+            shift = segment.shift
+            a = max(span.start, segment.start - shift)
+            b = min(span.stop, segment.stop - shift)
+            if a < b:
+                at = span.at + (a - span.start) * span.stride
+                piece = Piece(a + shift, b + shift, at, span.stride)
+                reads.setdefault((span.sample, number), []).append(piece)
+    return tuple(
+        PlannedRead(sample, segments_of[sample][number], tuple(sorted(found)))
+        for (sample, number), found in sorted(reads.items())
+    )
 
 
 def _split_lanes(batch: MicroBatch, rank: Rank) -> tuple[int, list[tuple[int, int, int, int, int]]]:

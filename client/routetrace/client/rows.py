@@ -40,6 +40,14 @@ class FetchStats(Values):
     """Planned cells that are valid."""
     wait_seconds: float = 0.0
     """Seconds that the caller waited for them."""
+    samples_found: int = 0
+    """Samples that were found by their tokens."""
+    samples_not_found: int = 0
+    """Samples whose tokens no request was found to have."""
+    samples_ambiguous: int = 0
+    """Samples whose tokens several requests have, or may have."""
+    samples_of_several: int = 0
+    """Samples that were found, where one of several equal requests was chosen."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(getattr(self, n) + getattr(other, n) for n in self.__annotations__))
@@ -54,7 +62,7 @@ class Rows:
     """
 
     plan: FetchPlan
-    """The plan."""
+    """The plan; with the requests of samples that were found by their tokens."""
     topk_ids: npt.NDArray[np.unsignedinteger[Any]]
     """[layers, local tokens, top_k] of uint8 up to 256 experts, uint16 above, C-contiguous: logical
     expert ids in the router's order."""
@@ -96,12 +104,13 @@ class Rows:
 
     @property
     def missing(self) -> tuple[tuple[int, MissingRange], ...]:
-        """(sample, missing cells), by positions of the trace."""
-        return tuple(
+        """(sample, missing cells), by positions of the trace, or of a sample without one."""
+        found = (
             (planned.sample, missing)
             for planned, read in zip(self.plan.reads, self.reads, strict=False)
             for missing in read.missing
         )
+        return (*found, *self.plan.unproven)
 
     def layers(self, layer_ids: Sequence[int]) -> Rows:
         """Return the rows of some of the layers, as of a virtual pipeline stage.

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from routetrace.client.micro_batch import check_padding_side
+from routetrace.client.layouts import check_padding_side
 from routetrace.client.rows import Rows
 from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument, kind_of

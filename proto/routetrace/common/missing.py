@@ -37,6 +37,8 @@ class MissingReason(TextEnum):
     """Rows exist, but none of the requested weight version."""
     AMBIGUOUS = "ambiguous"
     """Several passes qualify equally, and nothing proves which of them made their KV."""
+    NOT_PROVEN = "not_proven"
+    """No request is proven to have the tokens of the sample up to there; only in `Rows`."""
     UNKNOWN = "unknown"
     """A reason of a newer server, or none."""
 

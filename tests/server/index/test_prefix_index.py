@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from routetrace.codec.records import DIGEST, Provenance
 from routetrace.common.layout import ModelLayout
-from routetrace.server.index.traces import prefix_index
-from routetrace.server.index.traces.prefix_index import PrefixIndex
+from routetrace.server.index.traces import tiers
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.trace import Trace
@@ -48,10 +47,10 @@ def digests_of(positions: list[int]) -> np.ndarray:
 @given(steps, st.integers(1, 5), st.integers(1, 20), st.integers(2, 40))
 def test_it_finds_what_there_is(happens, batch, digests, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_index, "_BATCH", batch)
-        patch.setattr(prefix_index, "_BATCH_DIGESTS", digests)
-        patch.setattr(prefix_index, "_MAX_TIER", most)
-        patch.setattr(prefix_index, "_DEAD_SHARE", 0.0)
+        patch.setattr(tiers, "_BATCH", batch)
+        patch.setattr(tiers, "_BATCH_DIGESTS", digests)
+        patch.setattr(tiers, "_MAX_TIER", most)
+        patch.setattr(tiers, "_DEAD_SHARE", 0.0)
         traces = TraceIndex()
         index = traces.prefixes
         for who, (what, *how) in happens:
@@ -163,8 +162,8 @@ def test_sources_with_many_digests_are_taken_in_before_others():
 
 
 def test_weight_versions_of_one_trace_are_bounded():
-    index, trace = PrefixIndex(), Trace(("run", "t"), 1, 1, 0, 0, 1, [source_of("run")])
-    index.add(trace)
+    traces, trace = TraceIndex(), Trace(("run", "t"), 1, 1, 0, 0, 1, [source_of("run")])
+    traces.add(trace)
     for version in range(1000):
-        index.computed(trace, version, 0)
+        traces.prefixes.computed(trace, version, 0)
     assert len(trace.computed) == 64

@@ -38,13 +38,13 @@ class Drawn:
             rows = [_numbers(batch, i, self.seq_len) for i in range(len(batch.samples))]
             if self.side == "left":
                 rows = [np.roll(r, int((r == PADDING).sum())) for r in rows]
-            tokens = np.stack([_on_rank(row, rank) for row in rows], axis=1)  # [seq, batch]
+            tokens = np.stack([on_rank(row, rank) for row in rows], axis=1)  # [seq, batch]
         else:
             rows = [_numbers(batch, i, n) for i, n in enumerate(self.lengths)]
             rows.append(np.full(self.seq_len - sum(self.lengths), PADDING))
             if rank.cp_layout == "ulysses":
                 rows = [np.concatenate(rows)]
-            tokens = np.concatenate([_on_rank(row, rank) for row in rows])[:, None]
+            tokens = np.concatenate([on_rank(row, rank) for row in rows])[:, None]
         tokens = np.split(tokens, rank.sp_size)[rank.sp_rank]
         return (tokens if rank.flatten == "sequence" else tokens.T).reshape(-1)
 
@@ -64,7 +64,7 @@ def _numbers(batch: MicroBatch, number: int, length: int) -> np.ndarray:
     return np.concatenate([number * MANY + np.arange(count), np.full(length - count, PADDING)])
 
 
-def _on_rank(row: np.ndarray, rank: Rank) -> np.ndarray:
+def on_rank(row: np.ndarray, rank: Rank) -> np.ndarray:
     """A sequence's tokens on a context-parallel rank."""
     if rank.cp_layout != "zigzag":
         return np.split(row, rank.cp_size)[rank.cp_rank]

@@ -14,11 +14,13 @@ from routetrace.client._core.assemble import Want
 from routetrace.client._core.batch import MAX_READS, together
 from routetrace.client._core.cells import PlacedCells
 from routetrace.client._core.config import Config
+from routetrace.client._core.locating import locate, until_settled
 from routetrace.client._core.proof import Search
 from routetrace.client._core.reads import value_of
 from routetrace.client._core.steps import Emit, Part
 from routetrace.client._core.steps import Plan as Steps
 from routetrace.client.alignment import Proof, check_layout, check_tokens, tokens_of
+from routetrace.client.located import Locations
 from routetrace.client.options import ReadOptions
 from routetrace.client.plan import FetchPlan, PlannedRead
 from routetrace.client.rows import FetchStats, Rows
@@ -28,7 +30,9 @@ from routetrace.common.errors import (
     Incomplete,
     InvalidArgument,
     RouteTraceError,
+    counted,
 )
+from routetrace.common.missing import MissingReason
 
 Read = Callable[[Want], Steps[ReadFacts]]
 
@@ -79,7 +83,7 @@ class Fetch:
         self._out = None if out is None else _checked(out, plan)
         self._pin = pin_memory
         self._cells: list[PlacedCells] = []
-        self._verified = [0] * len(plan.reads)
+        self._verified: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +102,35 @@ class Fetch:
             ids = _memory.empty(plan.shape, plan.layout.dtype, self._pin)
         self._ids = ids
         self._valid = _memory.zeros(plan.shape[:2], np.bool_, self._pin)
+        if plan.unproven and plan.locations is None:
+            yield self._located()
+        else:
+            yield from self._batches(concurrency)
+
+    def _located(self) -> Steps[ReadFacts | RouteTraceError]:
+        """Find the requests of samples by their tokens; then read the rows."""
+        waits = self._options.wait_for is not None
+        limit = self._config.limit(self._options.timeout)
+        locations = yield from until_settled(self._look, limit, waits=waits)
+        self.plan = self.plan.with_locations(locations)
+        left = self.plan.unproven
+        if waits and locations.unsettled and left and self._options.missing == "raise":
+            raise DeadlineExceeded(f"{_unproven(self.plan)} after {limit:.3g} s")
+        for steps in self._batches(1):
+            yield from steps
+
+    def _look(self, seconds: float) -> Steps[Locations]:
+        return locate(self._config, self.plan.sequences, timeout=seconds)
+
+    def _batches(self, concurrency: int) -> Iterator[Steps[ReadFacts | RouteTraceError]]:
+        plan = self.plan
+        if plan.unproven and self._options.missing == "raise":
+            raise Incomplete(
+                _unproven(plan),
+                missing=(plan.unproven[0][1],),
+                remedy='use missing="mask", or wait_for="end" where requests may still run',
+            )
+        self._verified = [0] * len(plan.reads)
         most = min(MAX_READS, -(-len(plan.reads) // concurrency))
         batch: list[Steps[ReadFacts]] = []
         ranges = 0
@@ -201,6 +234,7 @@ class Fetch:
             cells=plan.num_rows * len(plan.layer_ids),
             valid_cells=valid_cells,
             wait_seconds=wait_seconds,
+            **_counts(plan.locations),
         )
         return Rows(
             plan=plan,
@@ -286,6 +320,29 @@ class Budget:
         """Return the bytes of a fetch to the budget."""
         self._left += fetch.nbytes
         self._under_way -= 1
+
+
+def _counts(locations: Locations | None) -> dict[str, int]:
+    if locations is None:
+        return {}
+    return {
+        "samples_found": sum(each is not None for each in locations),
+        "samples_not_found": len(locations.not_found),
+        "samples_ambiguous": len(locations.ambiguous),
+        "samples_of_several": len(locations.any_of_several),
+    }
+
+
+def _unproven(plan: FetchPlan) -> str:
+    """Say which rows no request is proven to have."""
+    number, missing = plan.unproven[0]
+    tokens = counted(plan.samples[number].num_tokens, "token")
+    why = "no request that has ended is proven to have its tokens"
+    if missing.reason is MissingReason.AMBIGUOUS:
+        why = "several requests have its tokens, or may have them"
+    more = len(plan.unproven) - 1
+    others = f", and {counted(more, 'other sample')}" if more else ""
+    return f"samples[{number}] of {tokens}{others}: {missing}: {why}"
 
 
 def _checked(out: Any, plan: FetchPlan) -> npt.NDArray[Any]:

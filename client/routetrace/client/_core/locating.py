@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,8 +14,8 @@ import numpy.typing as npt
 
 from routetrace.client import _arguments as check
 from routetrace.client._core.config import Config
-from routetrace.client._core.reads import called, converted
-from routetrace.client._core.steps import Emit, Part, Plan
+from routetrace.client._core.reads import called, converted, value_of
+from routetrace.client._core.steps import Emit, Part, Plan, Sleep
 from routetrace.client.located import Located, Locations
 from routetrace.codec.records import (
     ADAPTER_LABEL,
@@ -28,7 +29,7 @@ from routetrace.codec.records import (
     token_digests,
     unpack,
 )
-from routetrace.common.errors import InvalidArgument
+from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.v1 import routetrace_pb2 as pb
 
 Equal = Literal["refuse", "any"]
@@ -36,6 +37,10 @@ Labels = Mapping[str, str]
 
 #: Sequences of one call, and about their digests.
 _MOST_SEQUENCES, _MOST_DIGESTS = 1024, 1 << 16
+
+#: Seconds between two looks, which double up to the second number; least seconds of one.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_LEAST_SECONDS = 1.0
 
 
 class _Asked(NamedTuple):
@@ -60,11 +65,11 @@ def locate(
     config: Config,
     sequences: Any,
     *,
-    weight_versions: Iterable[int] | None,
-    labels: Labels | Sequence[Labels | None] | None,
-    indexes: Sequence[int | None] | None,
-    equal: Equal,
-    timeout: float | None,
+    weight_versions: Iterable[int] | None = None,
+    labels: Labels | Sequence[Labels | None] | None = None,
+    indexes: Sequence[int | None] | None = None,
+    equal: Equal = "refuse",
+    timeout: float | None = None,
 ) -> Plan[Locations]:
     """See RouteClient.locate."""
     listed = check.several("sequences", sequences, "sequence of token ids", "use [token_ids]")
@@ -77,13 +82,16 @@ def locate(
         check.weight_version(version, f"weight_versions[{i}]")
     asked = [_Asked(i, ids, named[i], choices[i]) for i, ids in enumerate(tokens) if len(ids)]
     common = pb.LocateSequencesRequest(run=config.run, weight_versions=versions, choices_wrap=wraps)
-    return _located(asked, len(tokens), common, config.limit(timeout))
+    return _located(asked, tokens, common, config.limit(timeout))
 
 
 def _located(
-    asked: Sequence[_Asked], count: int, common: pb.LocateSequencesRequest, limit: float
+    asked: Sequence[_Asked],
+    sequences: Sequence[npt.NDArray[np.integer[Any]]],
+    common: pb.LocateSequencesRequest,
+    limit: float,
 ) -> Plan[Locations]:
-    answers = [_Answer()] * count
+    answers = [_Answer()] * len(sequences)
     for part in _parts(asked):
         for key, some in _by_key(part).items():
             # Requests of the run may have digests under several keys: all of them are asked for.
@@ -98,7 +106,34 @@ def _located(
                 for other in found.keys if key is None else ():
                     keys.setdefault(other, False)
     ambiguous = [i for i, each in enumerate(answers) if each.outcome is Outcome.AMBIGUOUS]
-    yield Emit(Locations([each.located for each in answers], ambiguous))
+    unsettled = [
+        i
+        for i, each in enumerate(answers)
+        if each.located is None and each.proven < len(sequences[i])
+    ]
+    yield Emit(Locations([each.located for each in answers], ambiguous, unsettled))
+
+
+def until_settled(
+    look: Callable[[float], Plan[Locations]], timeout: float, *, waits: bool
+) -> Part[Locations]:
+    """Locate sequences, again and again while some are unsettled and there is time.
+
+    Args:
+        look: returns the plan of one look, which may take so many seconds.
+        timeout: seconds for all.
+        waits: whether to look more than once.
+    """
+    until = time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    while True:
+        left = max(0.0, until - time.monotonic())
+        locations = yield from value_of(look(max(left, _LEAST_SECONDS)))
+        left = until - time.monotonic()
+        if not waits or not locations.unsettled or left <= 0:
+            return locations
+        yield Sleep(min(pause, left), RouteTraceError(), left)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class _Found(NamedTuple):
