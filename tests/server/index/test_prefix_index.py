@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from routetrace.codec.records import DIGEST, Provenance
 from routetrace.common.layout import ModelLayout
 from routetrace.server.index.traces import tiers
+from routetrace.server.index.traces.prefix_index import PrefixIndex
 from routetrace.server.index.traces.sources import Source, WriterKey
 from routetrace.server.index.traces.spans import Span
 from routetrace.server.index.traces.trace import Trace

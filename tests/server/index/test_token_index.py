@@ -66,8 +66,12 @@ def test_it_finds_what_there_is(rng, batch, most):
         again = TraceIndex()  # as after a restart
         for trace in traces.oldest_first():
             again.add(trace)
-        wanted = [(tokens, end) for told in truth.values() for tokens, _, _ in told
-                  for end in rng.sample(range(1, len(tokens) + 1), min(9, len(tokens)))]  # fmt: skip
+        wanted = [
+            (tokens, end)
+            for told in truth.values()
+            for tokens, _, _ in told
+            for end in rng.sample(range(1, len(tokens) + 1), min(9, len(tokens)))
+        ]
         digests = np.array([digest_of(*each) for each in wanted], np.uint64)
         for run in ("run0", "run1"):
             expected = {
