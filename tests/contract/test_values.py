@@ -33,6 +33,7 @@ from routetrace.client import (
     FinishReason,
     Incarnation,
     Limit,
+    Located,
     MissingRange,
     MissingReason,
     ModelLayout,
@@ -67,7 +68,7 @@ LAYOUT = ModelLayout((1, 3), 4, 8, 2)
 DATA = {
     AgentConfig, AgentHistory, AgentStat, AgentStats, Agreement, AgreementChange, AgreementHistory,
     CellRow, ChainMember, ClientConfig, CloseReport, EngineRequest, ExpertLoad, Explanation,
-    FetchStats, Incarnation, Limit,
+    FetchStats, Incarnation, Limit, Located,
     MissingRange, ModelLayout, PrefixSpan, Progress, ProvenanceSpan, Rank, ReadFacts, ReadOptions,
     RefusedCandidate, Retired, RowOrigin, RunHistory, Sample,
     Security, Segment, ServerInfo, StepAgreement, Trace, TraceChanges, TraceDescription,
@@ -264,6 +265,7 @@ VALUES = {
     ),
     ReadFacts: st.builds(ReadFacts, **_read),
     Trace: st.builds(Trace, **_read, **_rows),
+    Located: st.builds(Located, _text, *[_number] * 4),
     Limit: st.builds(Limit, _text, *[_number] * 4),
     ServerInfo: st.builds(
         ServerInfo,

@@ -61,6 +61,13 @@ class Request:
     def key(self) -> list[str | None]:
         return key_of(self.labels)
 
+    @property
+    def indexed(self) -> set[int]:
+        """Positions by whose digests it is found."""
+        first = (self.prompt_len // 64 + 1) * 64
+        behind = {p for p in self.told if p > self.prompt_len and (p % 64 or p == max(self.told))}
+        return self.told & ({self.prompt_len, first} | behind)
+
     def has(self, labels: Labels | None) -> bool:
         """Whether it is compared where these labels are given, and has them."""
         labels = labels or {}
@@ -141,8 +148,22 @@ class Run:
         known = {one: p for trace in self.traces.values() for one, p in closed(trace).items()}
         answers: list[Answer] = []
         for i, tokens in enumerate(sequences):
-            among = [Compared(tokens, one, known[one]) for one in known if one.has(each[i])]
-            found, unsure = equals(among, len(tokens), weight_versions)
+            n = len(tokens)
+            ends = {p for one in known for p in Compared(tokens, one, known[one], set()).asked}
+            all_ends = ends_of(n) | {*range(n - 8, n)} | ends
+            looked_at = self._looked_at(tokens, {n}), self._looked_at(tokens, all_ends)
+            for traces in looked_at[n % 64 == 0 :]:
+                among = [
+                    Compared(tokens, one, known[one], ends)
+                    for one in known
+                    if one.has(each[i]) and one.trace_id in traces
+                ]
+                found, unsure = equals(among, n, weight_versions), False
+                if found and found[0].proven == n:
+                    break
+            else:
+                rivals = [Compared(tokens, x, known[x], ends) for x in known if x.has(each[i])]
+                unsure = are_unsure(found, rivals)
             turn = None if indexes is None else indexes[i]
             if turn is None and equal == "any" and found:
                 turn = [*sequences[:i]].count(tokens) % len(found)
@@ -153,16 +174,32 @@ class Run:
             answers += [one.found(len(found)) for one in chosen] or [NOT_FOUND]
         return answers
 
+    def _looked_at(self, tokens: Tokens, ends: set[int]) -> set[str]:
+        """Traces with a request that is found by one of these positions."""
+        return {
+            one.trace_id
+            for trace in self.traces.values()
+            for one in trace
+            if any(p <= same(tokens, one.tokens) for p in one.indexed & ends)
+        }
+
 
 class Compared:
     """A request beside a sequence: how far digests prove them equal, and whether one differs."""
 
-    def __init__(self, tokens: Tokens, one: Request, known: set[int]) -> None:
+    def __init__(self, tokens: Tokens, one: Request, known: set[int], ends: set[int]) -> None:
         self.one, self.known, self.n = one, known, len(tokens)
         most = same(tokens, one.tokens)
-        both = known & (ends_of(self.n) | {*range(self.n - 8, self.n)})
+        both = known & (ends_of(self.n) | {*range(self.n - 8, self.n)} | ends)
         self.proven = max((p for p in both if p <= most), default=0)
         self.disproved = any(p > most for p in both)
+
+    @property
+    def asked(self) -> set[int]:
+        """Where the request ends, if the sequence may continue it."""
+        m = len(self.one.tokens)
+        may = self.one.reason and self.one.prompt_len < self.proven and not self.disproved
+        return {m} if may and m < self.n else set()
 
     def is_candidate(self, versions: Collection[int] | None) -> bool:
         """Whether it may be the one; of these weight versions, if some are given."""
@@ -177,10 +214,15 @@ class Compared:
         """Whether it may have the tokens behind the last digest."""
         return not self.disproved and (not self.one.reason or len(self.one.tokens) >= self.n)
 
+    @property
+    def knows_prompt(self) -> bool:
+        """Whether there is a digest at the end of its prompt."""
+        return self.one.prompt_len in self.known
+
     def has_prompt_of(self, other: Compared) -> bool:
-        """Whether the prompts have one length and one known digest there."""
+        """Whether it is another request whose prompt has the same length, and digest there."""
         a, b, p = self.one, other.one, self.one.prompt_len
-        if not 0 < p == b.prompt_len or p not in self.known & other.known:
+        if a is b or p != b.prompt_len or not (self.knows_prompt and other.knows_prompt):
             return False
         return a.key == b.key and a.tokens[:p] == b.tokens[:p]
 
@@ -189,12 +231,15 @@ class Compared:
         return Found(one.trace_id, one.number, len(one.tokens), self.proven, num_equal)
 
 
-def equals(
-    among: Sequence[Compared], n: int, versions: Collection[int] | None
-) -> tuple[list[Compared], bool]:
-    """Return the equal candidates for n tokens, and whether another request may be the one."""
+def equals(among: Sequence[Compared], n: int, versions: Collection[int] | None) -> list[Compared]:
+    """Return the equal candidates for n tokens."""
     candidates = [one for one in among if one.is_candidate(versions)]
     proven = max((one.proven for one in candidates), default=0)
-    found = [one for one in candidates if one.proven == proven]
-    others = [x for x in among if x not in candidates and x.may_have_sampled()]
-    return found, proven < n and any(a.has_prompt_of(x) for a in found for x in others)
+    return [one for one in candidates if one.proven == proven]
+
+
+def are_unsure(equal: Sequence[Compared], every: Sequence[Compared]) -> bool:
+    """Whether another request may be the one, where none has all tokens."""
+    mine = [one.one for one in equal]
+    others = [x for x in every if x.one not in mine and x.may_have_sampled()]
+    return any(not a.knows_prompt or any(a.has_prompt_of(x) for x in others) for a in equal)

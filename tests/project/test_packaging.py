@@ -148,6 +148,8 @@ CLIENT_NAMES = [
     "Incomplete",
     "InvalidArgument",
     "Limit",
+    "Located",
+    "Locations",
     "MicroBatch",
     "MissingDependency",
     "MissingRange",

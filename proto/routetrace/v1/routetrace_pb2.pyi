@@ -2880,8 +2880,9 @@ global___AgentHistory = AgentHistory
 
 @typing.final
 class LocateSequencesRequest(google.protobuf.message.Message):
-    """Requests the engine requests that have the tokens of sequences. A request has the digests that it
-    reported; those of all sequences are under one key (records.digest_key).
+    """Requests the engine requests that have the tokens of sequences. Requests with other labels may
+    have digests under other keys (records.digest_key): then the columns num_tokens, num_digests and
+    token_digests hold all sequences under the first key, then all of them under the next one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2894,14 +2895,15 @@ class LocateSequencesRequest(google.protobuf.message.Message):
     WEIGHT_VERSIONS_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
     CHOICES_WRAP_FIELD_NUMBER: builtins.int
+    NUM_KEYS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Namespace."""
     num_tokens: builtins.bytes
-    """uint32 tokens of each sequence."""
+    """uint32 tokens of each sequence, under each key."""
     num_digests: builtins.bytes
-    """uint32 token digests of each sequence, at least one."""
+    """uint32 token digests of each of them, at least one."""
     token_digests: builtins.bytes
-    """records.DIGEST of one sequence after the other: ascending, the last one at its end. Besides, at
+    """records.DIGEST of one of them after the other: ascending, the last one at its end. Besides, at
     multiples of records.DIGEST_EVERY, and at the last records.DIGESTS_BEFORE_END positions.
     """
     choices: builtins.bytes
@@ -2910,6 +2912,8 @@ class LocateSequencesRequest(google.protobuf.message.Message):
     """
     choices_wrap: builtins.bool
     """Whether the first of the equal requests follows the last."""
+    num_keys: builtins.int
+    """Number of keys; 0: 1."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LabelSet]:
         """Labels that the request must have: of all sequences if there is one set, else of each; none: any."""
@@ -2929,8 +2933,9 @@ class LocateSequencesRequest(google.protobuf.message.Message):
         weight_versions: collections.abc.Iterable[builtins.int] | None = ...,
         choices: builtins.bytes = ...,
         choices_wrap: builtins.bool = ...,
+        num_keys: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choices", b"choices", "choices_wrap", b"choices_wrap", "labels", b"labels", "num_digests", b"num_digests", "num_tokens", b"num_tokens", "run", b"run", "token_digests", b"token_digests", "weight_versions", b"weight_versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "choices_wrap", b"choices_wrap", "labels", b"labels", "num_digests", b"num_digests", "num_keys", b"num_keys", "num_tokens", b"num_tokens", "run", b"run", "token_digests", b"token_digests", "weight_versions", b"weight_versions"]) -> None: ...
 
 global___LocateSequencesRequest = LocateSequencesRequest
 

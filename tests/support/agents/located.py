@@ -236,7 +236,7 @@ class Drawn:
         asked: dict[str, Any] = {"sequences": sequences, "equal": rng.choice(("refuse", "any"))}
         if rng.random() < 0.4:
             asked["labels"] = rng.choice((labels, {"group": "g1"}))
-        if rng.random() < 0.4:
+        if asked["equal"] == "refuse" and rng.random() < 0.6:
             asked["indexes"] = [rng.choice((None, None, 0, 1, 2)) for _ in sequences]
         if rng.random() < 0.3:
             asked["weight_versions"] = rng.sample(range(3), rng.randint(1, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +34,8 @@ from routetrace.v1 import routetrace_pb2 as pb
 Equal = Literal["refuse", "any"]
 Labels = Mapping[str, str]
 
-#: Sequences of one call, and about their digests.
-_MOST_SEQUENCES, _MOST_DIGESTS = 1024, 1 << 16
+#: Sequences of one call, and about their digests: as many for each of up to 17 keys.
+_MOST_SEQUENCES, _MOST_DIGESTS = 240, 1 << 14
 
 #: Seconds between two looks, which double up to the second number; least seconds of one.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
@@ -77,7 +76,13 @@ def locate(
     named = _labels_of(labels, len(tokens))
     wraps = check.choice("equal", equal, ("refuse", "any")) == "any"
     choices = _choices(indexes, tokens, wraps=wraps)
-    versions = check.several("weight_versions", weight_versions or (), "int")
+    versions: list[int] = []
+    if weight_versions is not None:
+        versions = [*check.several("weight_versions", weight_versions, "int")]
+        if not versions:
+            raise InvalidArgument(
+                field="weight_versions", value="empty", expected="at least one, or None for any"
+            )
     for i, version in enumerate(versions):
         check.weight_version(version, f"weight_versions[{i}]")
     asked = [_Asked(i, ids, named[i], choices[i]) for i, ids in enumerate(tokens) if len(ids)]
@@ -94,17 +99,12 @@ def _located(
     answers = [_Answer()] * len(sequences)
     for part in _parts(asked):
         for key, some in _by_key(part).items():
-            # Requests of the run may have digests under several keys: all of them are asked for.
-            keys = {key or "": False}
-            while (each := next((k for k, tried in keys.items() if not tried), None)) is not None:
-                keys[each] = True
-                found = yield from _under(common, some, each, limit)
-                for one, answer in zip(some, found.answers, strict=True):
-                    answers[one.place] = _better(
-                        answers[one.place], answer, any_of_several=common.choices_wrap
-                    )
-                for other in found.keys if key is None else ():
-                    keys.setdefault(other, False)
+            found = yield from _under(common, some, [key or ""], limit)
+            others = {*found.keys} - {""} if key is None else set()
+            if others:  # requests of the run have digests under several keys
+                found = yield from _under(common, some, ["", *others], limit)
+            for one, answer in zip(some, found.answers, strict=True):
+                answers[one.place] = answer
     ambiguous = [i for i, each in enumerate(answers) if each.outcome is Outcome.AMBIGUOUS]
     unsettled = [
         i
@@ -147,15 +147,15 @@ class _Found(NamedTuple):
 
 
 def _under(
-    common: pb.LocateSequencesRequest, some: Sequence[_Asked], key: str, limit: float
+    common: pb.LocateSequencesRequest, some: Sequence[_Asked], keys: Sequence[str], limit: float
 ) -> Part[_Found]:
-    """Ask for sequences by their digests under one key."""
-    request = _request(common, some, key, {})
+    """Ask for sequences by their digests under some keys."""
+    request = _request(common, some, keys, {})
     response = yield from called("LocateSequences", request, limit)
     found = converted(partial(_found, some), response)
     if found.wanted:
         again = [some[i] for i in found.wanted]
-        request = _request(common, again, key, dict(enumerate(found.wanted.values())))
+        request = _request(common, again, keys, dict(enumerate(found.wanted.values())))
         response = yield from called("LocateSequences", request, limit)
         more = converted(partial(_found, again), response)
         for i, answer in zip(found.wanted, more.answers, strict=True):
@@ -230,17 +230,20 @@ def _by_key(part: Sequence[_Asked]) -> dict[str | None, list[_Asked]]:
 def _request(
     common: pb.LocateSequencesRequest,
     some: Sequence[_Asked],
-    key: str,
+    keys: Sequence[str],
     wanted: Mapping[int, list[int]],
 ) -> pb.LocateSequencesRequest:
     digests = []
-    for i, one in enumerate(some):
-        size = len(one.token_ids)
-        ends = [*range(max(1, size - DIGESTS_BEFORE_END), size), *wanted.get(i, ())]
-        digests.append(token_digests(one.token_ids, ends, key))
+    for key in keys:
+        for i, one in enumerate(some):
+            size = len(one.token_ids)
+            ends = [*range(max(1, size - DIGESTS_BEFORE_END), size), *wanted.get(i, ())]
+            digests.append(token_digests(one.token_ids, ends, key))
     request = pb.LocateSequencesRequest()
     request.CopyFrom(common)
-    request.num_tokens = np.array([len(one.token_ids) for one in some], U32).tobytes()
+    lengths = [len(one.token_ids) for one in some] * len(keys)
+    request.num_keys = len(keys)
+    request.num_tokens = np.array(lengths, U32).tobytes()
     request.num_digests = np.array([*map(len, digests)], U32).tobytes()
     request.token_digests = b"".join(each.tobytes() for each in digests)
     if any(one.labels for one in some):
@@ -267,15 +270,3 @@ def _found(some: Sequence[_Asked], response: pb.LocateSequencesResponse) -> _Fou
             raise ValueError(f"position {position} of sequence {i}")
         wanted.setdefault(i, []).append(position)
     return _Found(answers, [*response.digest_keys], wanted)
-
-
-def _better(one: _Answer, other: _Answer, *, any_of_several: bool) -> _Answer:
-    """Return what is known of a sequence from requests with digests under two keys."""
-    if one.proven != other.proven:
-        return max(one, other, key=lambda answer: answer.proven)
-    if not one.proven:
-        return one
-    if any_of_several and one.located and other.located:
-        num_equal = one.located.num_equal + other.located.num_equal
-        return one._replace(located=replace(one.located, num_equal=num_equal))
-    return _Answer(Outcome.AMBIGUOUS, one.proven)

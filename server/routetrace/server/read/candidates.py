@@ -46,6 +46,7 @@ class Told(NamedTuple):
 class Candidate(NamedTuple):
     """A request that may be the one of a sequence."""
 
+    sequence: TokenSequence
     told: Told
     proven: int
     """Tokens of the sequence that are proven to be the request's."""
@@ -97,7 +98,7 @@ def candidate(sequence: TokenSequence, told: Told, proven: int) -> list[Candidat
         return []
     if sequence.versions and _newest_version(told) not in sequence.versions:
         return []
-    return [Candidate(told, proven)]
+    return [Candidate(sequence, told, proven)]
 
 
 def compared(sequence: TokenSequence, digests: Digests) -> tuple[int, bool]:

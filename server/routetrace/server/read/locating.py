@@ -5,7 +5,7 @@ Agents and clients report digests of tokens; no token ids come here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,37 +69,40 @@ class Search:
         self._holders = holders
         self._turns = turns
         self._wraps = request.choices_wrap
-        self._sequences = sequences_of(request)
+        self._forms = sequences_of(request)
+        self._num_keys = request.num_keys or 1
+        self._sequences = self._forms[: len(self._forms) // self._num_keys]
         self._wanted: dict[tuple[int, int], None] = {}
         self._doubtful: set[int] = set()
 
     async def response(self) -> pb.LocateSequencesResponse:
         """Return the response."""
-        candidates, keys = await self._whole()
+        found, keys = await self._whole()
+        equal = [_equal(each) for each in self._by_sequence(found)]
         # Of a request that goes on behind a multiple, the index has only the first one.
         left = [
             i
             for i, sequence in enumerate(self._sequences)
-            if not candidates[i] or sequence.num_tokens % DIGEST_EVERY == 0
+            if not equal[i] or sequence.num_tokens % DIGEST_EVERY == 0
         ]
         for at in range(0, len(left), _LOOKED_UP):
             some = left[at : at + _LOOKED_UP]
-            for i, found in zip(some, await self._all(some), strict=True):
-                candidates[i] = _equal(found)
-            await self._exclude(some, candidates)
+            found = await self._all([f for i in some for f in self._forms[i :: len(equal)]])
+            for place, i in enumerate(some):
+                under = found[place * self._num_keys : (place + 1) * self._num_keys]
+                equal[i] = _equal([one for each in under for one in each])
+            await self._exclude([equal[i] for i in some])
         traces: dict[str, int] = {}
         located: list[tuple[int, ...]] = []
-        async for sequence, found in self._turns.over(
-            zip(self._sequences, candidates, strict=True)
-        ):
-            outcome, chosen = self._chosen(sequence, found)
+        async for sequence, each in self._turns.over(zip(self._sequences, equal, strict=True)):
+            outcome, chosen = self._chosen(sequence, each)
             where = 0, 0, 0
             if chosen is not None:
                 told = chosen.told
                 trace = traces.setdefault(told.trace.key[1], len(traces))
                 where = trace, told.number, told.num_tokens
-            equal = (found[0].proven, len(found)) if outcome != Outcome.NOT_FOUND else (0, 0)
-            located.append((outcome, *where, *equal))
+            proven = (each[0].proven, len(each)) if outcome != Outcome.NOT_FOUND else (0, 0)
+            located.append((outcome, *where, *proven))
         return pb.LocateSequencesResponse(
             trace_ids=traces,
             located=np.array(located, LOCATED).tobytes(),
@@ -107,45 +110,49 @@ class Search:
             wanted=np.array([*self._wanted], U32).tobytes(),
         )
 
+    def _by_sequence(self, found: Sequence[list[Candidate]]) -> Iterable[list[Candidate]]:
+        """Return the candidates for each sequence, under all keys."""
+        if self._num_keys == 1:
+            return found
+        count = len(self._sequences)
+        return ([one for each in found[i::count] for one in each] for i in range(count))
+
     async def _whole(self) -> tuple[list[list[Candidate]], list[str]]:
         """Return the requests that have all tokens of each sequence, found by its end, and keys."""
-        ends = np.array([s.end for s in self._sequences], np.uint64)
+        ends = np.array([form.end for form in self._forms], np.uint64)
         held = await self._holders(self._run, ends)
         every: list[list[Candidate]] = []
-        async for sequence, traces in self._turns.over(
-            zip(self._sequences, held.traces, strict=True)
-        ):
+        async for form, traces in self._turns.over(zip(self._forms, held.traces, strict=True)):
             found = []
             for trace in traces:
                 for told in told_of(await self._joined(trace)):
-                    if ends_equally(sequence, told) or compared(sequence, told.digests)[0] == (
-                        sequence.num_tokens
+                    if ends_equally(form, told) or compared(form, told.digests)[0] == (
+                        form.num_tokens
                     ):
-                        found += candidate(sequence, told, sequence.num_tokens)
-            every.append(_equal(found) if len(found) > 1 else found)
+                        found += candidate(form, told, form.num_tokens)
+            every.append(found)
         return every, held.keys
 
-    async def _all(self, numbers: Sequence[int]) -> list[list[Candidate]]:
+    async def _all(self, forms: Sequence[TokenSequence]) -> list[list[Candidate]]:
         """Return all requests that have the beginning of each of some sequences, or more."""
-        some = [self._sequences[i] for i in numbers]
         held = await self._holders(
-            self._run, np.concatenate([sequence.digests["value"] for sequence in some])
+            self._run, np.concatenate([form.digests["value"] for form in forms])
         )
         every: list[list[Candidate]] = []
         at = 0
-        async for i, sequence in self._turns.over(zip(numbers, some, strict=True)):
-            size = len(sequence.digests)
+        async for form in self._turns.over(forms):
+            size = len(form.digests)
             traces = {id(t): t for each in held.traces[at : at + size] for t in each}
             at += size
             found: list[Candidate] = []
             for trace in traces.values():
                 for told in told_of(await self._joined(trace)):
-                    proven, differs = compared(sequence, told.digests)
+                    proven, differs = compared(form, told.digests)
                     if differs or proven <= told.prompt_len:
                         continue
-                    found += candidate(sequence, told, proven)
-                    if told.prompt_len > 0 and proven < told.num_tokens < sequence.num_tokens:
-                        self._wanted[i, told.num_tokens] = None
+                    found += candidate(form, told, proven)
+                    if proven < told.num_tokens < form.num_tokens:
+                        self._wanted[form.number, told.num_tokens] = None
             every.append(found)
         return every
 
@@ -155,36 +162,33 @@ class Search:
                 pass
         return trace
 
-    async def _exclude(
-        self, numbers: Sequence[int], candidates: Sequence[Sequence[Candidate]]
-    ) -> None:
+    async def _exclude(self, equals: Iterable[Sequence[Candidate]]) -> None:
         """Find sequences that may be those of other requests with the prompt of a candidate."""
-        partly: list[tuple[int, tuple[int, int]]] = []
-        for i in numbers:
-            for each in candidates[i]:
-                if each.proven < self._sequences[i].num_tokens:
-                    if not each.told.prompt:  # any request may have it
-                        self._doubtful.add(i)
-                    partly += [(i, prompt) for prompt in each.told.prompt]
-        values = np.array([value for _, (_, value) in partly], np.uint64)
+        partly: list[tuple[TokenSequence, set[tuple[float, str, int]], tuple[int, int]]] = []
+        for equal in equals:
+            names = {each.told.name for each in equal}
+            for form, told, proven in equal:
+                if proven < form.num_tokens:
+                    if not told.prompt:  # any request may have it
+                        self._doubtful.add(form.number)
+                    partly += [(form, names, prompt) for prompt in told.prompt]
+        values = np.array([value for _, _, (_, value) in partly], np.uint64)
         held = await self._holders(self._run, values)
-        async for (i, prompt), traces, more in self._turns.over(
+        async for (form, names, prompt), traces, more in self._turns.over(
             zip(partly, held.traces, held.more, strict=True)
         ):
-            sequence = self._sequences[i]
-            known = {candidate.told.name for candidate in candidates[i]}
             if more:
-                self._doubtful.add(i)
-            for trace in traces if i not in self._doubtful else ():
+                self._doubtful.add(form.number)
+            for trace in traces if form.number not in self._doubtful else ():
                 for other in told_of(await self._joined(trace)):
                     if (
-                        not 0 < other.num_tokens < sequence.num_tokens
-                        and other.name not in known
+                        not 0 < other.num_tokens < form.num_tokens
+                        and other.name not in names
                         and prompt in other.prompt
-                        and has_labels(other, sequence)
-                        and not compared(sequence, other.digests)[1]
+                        and has_labels(other, form)
+                        and not compared(form, other.digests)[1]
                     ):
-                        self._doubtful.add(i)
+                        self._doubtful.add(form.number)
 
     def _chosen(
         self, sequence: TokenSequence, equal: Sequence[Candidate]
@@ -206,7 +210,9 @@ class Search:
 
 def _equal(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates with the most proven tokens, in the order in which they count."""
-    proven = max((c.proven for c in candidates), default=0)
+    if len(candidates) < 2:
+        return [*candidates]
+    proven = max(c.proven for c in candidates)
     return sorted((c for c in candidates if c.proven == proven), key=lambda c: c.told.name)
 
 

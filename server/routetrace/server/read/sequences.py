@@ -25,9 +25,10 @@ Digests = npt.NDArray[Any]
 
 
 class TokenSequence(NamedTuple):
-    """Tokens that are looked for."""
+    """Tokens that are looked for, under one key."""
 
     number: int
+    """Index of the sequence; the same under all keys."""
     num_tokens: int
     digests: Digests
     labels: Mapping[str, str]
@@ -39,23 +40,29 @@ class TokenSequence(NamedTuple):
 
 
 def sequences_of(request: pb.LocateSequencesRequest) -> list[TokenSequence]:
-    """Check the columns of a call; return its sequences."""
+    """Check the columns of a call; return its sequences: all under one key, then under the next."""
     lengths = unpack(request.num_tokens, U32, "num_tokens")
     counts = unpack(request.num_digests, U32, "num_digests")
     digests = unpack(request.token_digests, DIGEST, "token_digests")
     choices = unpack(request.choices, U32, "choices")
-    size = len(lengths)
+    num_keys, size = request.num_keys or 1, len(lengths)
     at_most("num_tokens", size, MAX_SEQUENCES)
-    at_most("weight_versions", len(request.weight_versions), _MAX_WEIGHT_VERSIONS)
-    for name, column in (("num_digests", counts), ("choices", choices)):
-        if len(column) != size and (name != "choices" or len(column)):
-            raise InvalidArgument(
-                field=name, value=f"{len(column)} numbers", expected=f"{size}, one a sequence"
-            )
-    if len(request.labels) not in (0, 1, size):
+    count = size // num_keys
+    if count * num_keys != size or (lengths != np.tile(lengths[:count], num_keys)).any():
         raise InvalidArgument(
-            field="labels", value=f"{len(request.labels)} sets", expected=f"0, 1 or {size}"
+            field="num_tokens",
+            value=f"{size} numbers under {num_keys} keys",
+            expected="those of all sequences, the same under each key",
         )
+    at_most("weight_versions", len(request.weight_versions), _MAX_WEIGHT_VERSIONS)
+    for name, given, expected in (
+        ("num_digests", len(counts), {size}),
+        ("choices", len(choices), {0, count}),
+        ("labels", len(request.labels), {0, 1, count}),
+    ):
+        if given not in expected:
+            listed = " or ".join(map(str, sorted(expected)))
+            raise InvalidArgument(field=name, value=f"{given} of them", expected=listed)
     ends = np.cumsum(counts, dtype=np.int64)
     if (counts == 0).any() or (ends[-1] if size else 0) != len(digests):
         raise InvalidArgument(
@@ -79,15 +86,15 @@ def sequences_of(request: pb.LocateSequencesRequest) -> list[TokenSequence]:
     versions = frozenset(request.weight_versions)
     parts = [digests[a:b] for a, b in pairwise([0, *ends.tolist()])]
     values = digests["value"][ends - 1].tolist()
-    chosen = choices.tolist() or [0] * size
+    chosen = choices.tolist() or [0] * count
     return [
         TokenSequence(
-            i,
+            i % count,
             length,
             parts[i],
-            sets[i if len(sets) == size else 0] if sets else {},
+            sets[i % count if len(sets) == count else 0] if sets else {},
             versions,
-            chosen[i],
+            chosen[i % count],
             values[i],
         )
         for i, length in enumerate(lengths.tolist())
