@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from routetrace.common.errors import InvalidArgument
 from routetrace.trainers.replay import replay
 from support.models.hard_wired import Fickle, hard_wire
-from support.models.tiny_models import VOCABULARY, tiny_model
+from support.models.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 BATCH, SEQ = 2, 9
 SHARED, LAYOUT = tiny_model("qwen3_moe")
@@ -191,6 +191,76 @@ def inner(model: Any) -> Any:
     return Bare()
 
 
+# ---------------------------------------------------------------- the model's own choice
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_recomputation_takes_the_own_choice_of_its_forward_pass(kind: str, where: str) -> None:
+    """With any number of passes and tokens in the block."""
+    model, losses, truths = checkpointed(kind), [], []
+    fickle = Fickle(inner(model), LAYERS)
+    shapes = [(2, 9), (1, 4), (3, 5)]
+    with replay(model, "own") as block:
+        for seed, shape in enumerate(shapes):
+            losses.append(loss_of(model, tokens(seed, shape)))
+            used = torch.stack([runs[-1] for runs in fickle.used.values()])
+            truths.append(wired(used))
+            loss_of(truths[-1], tokens(seed, shape)).backward()
+        if where == "inside":
+            sum(losses).backward()  # type: ignore[union-attr]
+    if where == "outside":
+        for loss in reversed(losses):
+            loss.backward()
+    check(gradients(model), gradients(*truths))
+    assert block.num_tokens == 0
+    assert block.trainer_ids is None
+    assert block.disagreement is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_own_choice_changes_nothing_else(family: str, use_reentrant: bool) -> None:
+    shared, layout = tiny_model(family)
+    plain, model = copy.deepcopy(shared).train(), copy.deepcopy(shared).train()
+    loss = loss_of(plain, tokens(1))
+    loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    with replay(model, "own", layout=layout):
+        found = loss_of(model, tokens(1))
+        with torch.no_grad():
+            model(input_ids=tokens(2, (1, 3)))
+    found.backward()
+    assert torch.equal(found, loss)
+    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_text_is_generated_within_a_block_of_the_own_choice() -> None:
+    def generated() -> torch.Tensor:
+        ids: torch.Tensor = SHARED.generate(tokens(1), max_new_tokens=4, do_sample=False)
+        return ids
+
+    expected = generated()
+    with replay(SHARED, "own"):
+        assert torch.equal(generated(), expected)
+
+
+def test_the_own_choice_takes_no_rows() -> None:
+    for field, kwargs in (
+        ("compare", {"compare": True}),
+        ("layer_ids", {"layer_ids": LAYERS}),
+        ("valid", {"valid": torch.ones(3, dtype=torch.bool)}),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            replay(SHARED, "own", **kwargs)  # type: ignore[arg-type]
+        assert caught.value.field == field
+    with pytest.raises(InvalidArgument, match="topk_ids is other; expected 'own'"):
+        replay(SHARED, "other")  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- checkpoints of others
 
 
@@ -224,7 +294,10 @@ OWN: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("kind", ["none", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("part", ["mlp", "layer", "decoder"])
-def test_checkpoints_that_are_called_otherwise_are_refused(own: str, kind: str, part: str) -> None:
+@pytest.mark.parametrize("ids", [drawn(1), "own"], ids=["ids", "own"])
+def test_checkpoints_that_are_called_otherwise_are_refused(
+    own: str, kind: str, part: str, ids: Any
+) -> None:
     model = checkpointed(kind)
     layer = model.model.layers[1]
     module = {"mlp": layer.mlp, "layer": layer, "decoder": model.model.layers}[part]
@@ -246,9 +319,10 @@ def test_checkpoints_that_are_called_otherwise_are_refused(own: str, kind: str, 
         def call() -> Any:
             return model(input_ids=tokens(1), use_cache=False).logits
 
+    layer_ids = None if isinstance(ids, str) else LAYERS
     with (
         pytest.raises(InvalidArgument, match="called otherwise"),
-        replay(model, drawn(1), layer_ids=LAYERS),
+        replay(model, ids, layer_ids=layer_ids),
     ):
         call().sum().backward()
 

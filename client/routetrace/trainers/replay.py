@@ -66,7 +66,7 @@ class Trace(Protocol):
 
 def replay(
     model: Any,
-    topk_ids: Rows | Ids,
+    topk_ids: Rows | Ids | Literal["own"],
     *,
     layer_ids: Sequence[int] | None = None,
     valid: Ids | None = None,
@@ -89,7 +89,9 @@ def replay(
     Args:
         model: a MoE model of transformers.
         topk_ids: rows of a plan with `Rank(flatten="batch")`; or integer ids [batch, seq, L, K] or
-            [tokens, L, K], in the token order of the routers: batch by batch.
+            [tokens, L, K], in the token order of the routers: batch by batch. "own" replays
+            nothing but the model's own choices, where activation checkpointing runs routers again,
+            with any number of passes and tokens in the block.
         layer_ids: absolute layer ids of the L columns: all MoE layers of the model, in any order.
             None for rows of a plan, which have their own.
         valid: bool, shape of topk_ids without its last one or two axes. Where False, the model's
@@ -118,6 +120,18 @@ def replay(
         for layer, found in choosers_of(model, layout).items()
     }
     model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(topk_ids, str):
+        for name, value, unset in (
+            ("topk_ids", topk_ids, "own"),
+            ("layer_ids", layer_ids, None),
+            ("valid", valid, None),
+            ("compare", compare, False),
+        ):
+            if value is not unset and value != unset:
+                raise InvalidArgument(
+                    field=name, value=value, expected=f'{unset!r}, for the "own" choice'
+                )
+        return Replay(model, None, [Forcer(r, None, 0, False) for r in choosers.values()], None)
     rows = topk_ids if isinstance(topk_ids, Rows) else None
     if rows is not None:
         for name, value in (("layer_ids", layer_ids), ("valid", valid)):
@@ -192,7 +206,7 @@ class Replay:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of a pass."""
+        """Number of tokens of a pass; 0 for "own"."""
         return 0 if self._given is None else len(self._forcers[0].ids)
 
     @property
