@@ -26,12 +26,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from routetrace.client.micro_batch import check_padding_side
 from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers._choosers import choosers_of
+from routetrace.trainers._choosers import choosers_of, refuse_whole_graphs
 from routetrace.trainers._force import Compare, Forcer, Given, Router
 from routetrace.trainers._given import Ids, of_arrays, of_rows
 from routetrace.trainers._inputs import Inputs
@@ -119,6 +120,8 @@ def replay(
         layer: Router(*found, layer, layout.num_experts, layout.top_k)
         for layer, found in choosers_of(model, layout).items()
     }
+    if isinstance(model, nn.Module):
+        refuse_whole_graphs(model, [router.owner for router in choosers.values()])
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(topk_ids, str):
         for name, value, unset in (
