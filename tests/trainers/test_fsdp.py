@@ -14,12 +14,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from routetrace.client.plan import FetchPlan, MicroBatch, Rank, Sample
 from routetrace.client.rows import Rows
 from routetrace.trainers.replay import replay
+from support.models.hard_wired import hard_wire
 from support.models.tiny_models import VOCABULARY, tiny_model
 from support.ranks.gloo_ranks import run_ranks
 from support.ranks.rank_rows import random_choices, rows_of
@@ -28,36 +29,22 @@ WORLD = 2
 SEQ = 8
 #: Tokens of the samples of each data-parallel rank.
 LENGTHS = [[8, 5, 1], [3, 7, 6]]
+#: Checkpoints, and where the backward pass is, if not in the block.
+KINDS = (
+    "none",
+    "transformers",
+    "wrapped",
+    "transformers, outside",
+    "reentrant, outside",
+    "wrapped, outside",
+)
 
 
-# ---------------------------------------------------------------- a router without a choice
-
-
-def hard_wire(model: Any, rows: Rows) -> None:
-    """Make routers look their experts up where there is a row: Qwen3-MoE's, written out.
-
-    Without norm_topk_prob, as the model is configured.
-    """
-    for layer, ids, valid in zip(rows.layer_ids, rows.topk_ids, rows.valid, strict=True):
-        gate = model.model.layers[layer].mlp.gate
-        wanted = torch.from_numpy(np.where(valid[:, None], ids, 0).astype(np.int64))
-        known = torch.from_numpy(valid)[:, None]
-
-        def forward(
-            x: torch.Tensor, gate: Any = gate, wanted: Any = wanted, known: Any = known
-        ) -> Any:
-            logits = linear(x, gate.weight)
-            chances = logits.float().softmax(-1)
-            chosen = torch.where(known, wanted, chances.argsort(-1, descending=True)[:, :4])
-            return logits, chances.gather(1, chosen), chosen
-
-        gate.forward = forward
-
-
-def train(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> None:
+def loss_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     logits = model(tokens, attention_mask=mask, use_cache=False).logits
     logp = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    (-(logp * mask[:, 1:]).sum() / 10).backward()
+    loss: torch.Tensor = -(logp * mask[:, 1:]).sum() / 10
+    return loss
 
 
 def micro_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, Rows]:
@@ -82,15 +69,18 @@ def sharded(rank: int, checkpointing: str) -> dict[str, Any]:
     for number in range(WORLD):
         model = copy.deepcopy(origin)
         tokens, mask, rows = micro_batch(number)
-        hard_wire(model, rows)
-        train(model, tokens, mask)
+        ids, valid = rows.topk_ids.astype(np.int64), torch.from_numpy(rows.valid)
+        hard_wire(model, rows.layer_ids, torch.from_numpy(ids), valid)
+        loss_of(model, tokens, mask).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             expected[name] = expected.get(name, 0) + parameter.grad / WORLD
 
     model = copy.deepcopy(origin).train()
-    if checkpointing == "transformers":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointing, _, where = checkpointing.partition(", ")
+    if checkpointing in ("transformers", "reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
     elif checkpointing == "wrapped":
         layers = set(model.model.layers)
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
@@ -105,7 +95,11 @@ def sharded(rank: int, checkpointing: str) -> dict[str, Any]:
         lambda *_: passes.append(1), always_call=True
     )
     with replay(model, rows, compare=True) as replayed:
-        train(model, tokens, mask)
+        loss = loss_of(model, tokens, mask)
+        if where != "outside":
+            loss.backward()
+    if where == "outside":
+        loss.backward()
     handle.remove()
     found = {
         name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.full_tensor()
@@ -181,7 +175,7 @@ def split(rank: int, packed: bool) -> dict[str, Any]:
 
 
 def of_fsdp(rank: int) -> dict[str, dict[str, Any]]:
-    return {kind: sharded(rank, kind) for kind in ("none", "transformers", "wrapped")}
+    return {kind: sharded(rank, kind) for kind in KINDS}
 
 
 def of_context_parallelism(rank: int) -> dict[str, dict[str, Any]]:

@@ -314,6 +314,8 @@ def test_rows_of_a_plan_are_not_copied() -> None:
             for column, forcer in enumerate(r._forcers):
                 assert np.shares_memory(forcer.ids.numpy(), rows.topk_ids[column])
                 assert np.shares_memory(forcer.valid.numpy(), rows.valid[column])
+            with torch.no_grad():
+                model(input_ids=tokens())
         rows.topk_ids.flags.writeable = rows.valid.flags.writeable = False
         with replay(model, rows), torch.no_grad():  # such memory has to be copied
             model(input_ids=tokens())

@@ -260,7 +260,7 @@ def test_a_device_is_waited_for_at_the_end_of_the_block_alone(monkeypatch):
         is_wrong = ids != right
         inputs._pending.append(_Pass(is_wrong.any(), Event(), ids, is_wrong))
     for _ in range(3):
-        inputs._before(None, (right[None],), {})
+        inputs.check((right[None],), {})
     assert Event.waits == 0
     with pytest.raises(InvalidArgument, match="input_ids is"):
         inputs.settle()
@@ -277,7 +277,7 @@ def test_a_default_device_changes_nothing():
     finally:
         torch.set_default_device(None)
     with pytest.raises(InvalidArgument):
-        inputs._before(None, (torch.from_numpy(tokens[None] + 1),), {})
+        inputs.check((torch.from_numpy(tokens[None] + 1),), {})
 
 
 def test_every_pass_of_a_block_is_judged():

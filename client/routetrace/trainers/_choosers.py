@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -47,3 +47,23 @@ def choosers_of(model: Any, layout: ModelLayout) -> dict[int, tuple[nn.Module, s
             expected=f"a model with a router on each MoE layer; none found on layers {missing}",
         )
     return found
+
+
+def refuse_whole_graphs(model: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Refuse what was compiled with fullgraph=True around the modules that choose.
+
+    torch itself refuses what is not seen here, in the pass.
+    """
+    for name, module in model.named_modules():
+        compiled = vars(module).get("_compiled_call_impl") or vars(module).get("dynamo_ctx")
+        cells = [compiled, *(cell.cell_contents for cell in getattr(compiled, "__closure__", ()))]
+        if any(getattr(cell, "fullgraph", False) for cell in cells) and not set(owners).isdisjoint(
+            module.modules()
+        ):
+            raise InvalidArgument(
+                field="model",
+                value=f"a {type(module).__name__}{name and f' at {name}'} that was compiled with "
+                "fullgraph=True",
+                expected="graphs that may break at routers, as replay keeps these out",
+                remedy="compile without fullgraph=True",
+            )

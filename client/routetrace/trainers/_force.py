@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -46,193 +49,224 @@ class Given:
             self._copied.pop().synchronize()
 
 
-class Forcer:
-    """Stand-in for the function that chooses the experts of one layer.
+@dataclass(frozen=True)
+class Router:
+    """Function that chooses the experts of one layer."""
 
-    Args:
-        owner: the module whose function chooses.
-        name: name of the function, such as `forward` of a router.
-        layer: absolute layer id.
-        num_experts: experts of the layer.
-        given: ids of all layers.
-        column: index of this layer in `given`.
-        compare: keep the layer's own choice as `live`; "only": replay nothing.
-    """
+    owner: nn.Module
+    """The module whose function chooses."""
+    name: str
+    """Name of the function, such as `forward` of a router."""
+    layer: int
+    """Absolute layer id."""
+    num_experts: int
+    top_k: int
 
-    def __init__(
+    def call(
         self,
-        owner: nn.Module,
-        name: str,
-        layer: int,
-        num_experts: int,
-        given: Given,
-        column: int,
-        compare: Compare,
-    ) -> None:
-        self.owner = owner
-        self.layer = layer
-        self.live: torch.Tensor | None = None
-        self.has_run = False
-        self._name = name
-        self._given = given
-        self._column = column
-        self.ids, self.valid = (part[column] for part in given.source)
-        self._compare = compare
-        self._num_experts = num_experts
-        self._before: Any = None
-        self._original: Any = None
-        self._outer: Forcer | None = None
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        ids: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> tuple[Any, torch.Tensor]:
+        """Call the function, and make it choose ids where they are valid, or everywhere.
 
-    def attach(self) -> None:
-        """Take the place of the function."""
-        # An attribute of the module itself hides the method of its class.
-        self._before = vars(self.owner).get(self._name)
-        current = getattr(self.owner, self._name)
-        holder = current.__self__ if hasattr(current, "__self__") else None
-        self._outer = holder if isinstance(holder, Forcer) else None  # of a block around this one
-        self._original = self._outer._original if self._outer else current
-        vars(self.owner)[self._name] = self._choose
+        Args:
+            function: the function itself.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            ids: int64 [tokens, top_k], or None for its own choice.
+            valid: bool [tokens]; None for all.
+            is_kept: do the same computations without ids as with them, as checkpoints compare them.
 
-    def detach(self) -> None:
-        """Put the function back."""
-        if self._before is None:
-            del vars(self.owner)[self._name]
-        else:
-            vars(self.owner)[self._name] = self._before
-
-    def _choose(self, *args: Any, **kwargs: Any) -> Any:
-        replaced: Forcer | None = self
-        while replaced is not None:
-            replaced.has_run, replaced = True, replaced._outer
-        device = args[0].device if args else next(iter(kwargs.values())).device
-        self.ids, self.valid = (part[self._column] for part in self._given.on(device))
-        if self._compare:
-            with (
-                _TopK(self) as watched,
-                torch.set_grad_enabled(self._compare == "only" and torch.is_grad_enabled()),
-            ):
-                output = self._original(*args, **kwargs)
-            self._keep(output, watched)
-            if self._compare == "only":
-                return output
-        with _TopK(self, self._wide()) as forced:
-            output = self._original(*args, **kwargs)
+        Returns:
+            Its output, and the ids that it used.
+        """
+        with _TopK(self, ids, valid, is_kept) as topk:
+            output = function(*args, **kwargs)
+        if len(topk.used) == 1:
+            return output, topk.used[0]
         # Hash routers look experts up without topk; their ids must equal the given ones.
-        if len(forced.chosen) != 1 and (forced.chosen or not self._agrees(output)):
-            raise self._unlike(forced)
-        return output
+        found = _index_tensor(output)
+        if topk.used or found is None or found.dim() != 2 or found.shape[1] != self.top_k:
+            raise self._unlike(topk)
+        if ids is not None:
+            differs = found != ids if found.shape == ids.shape else torch.ones_like(found)
+            if bool((differs if valid is None else differs & valid[:, None]).any()):
+                raise self._unlike(topk)
+        return output, found
 
-    def _keep(self, output: Any, watched: _TopK) -> None:
-        live = _index_tensor(output)
-        if live is None and len(watched.chosen) == 1:  # Llama 4 returns scores alone
-            live = watched.chosen[0]
-        if live is None:
-            raise self._unlike(watched)
-        self.fitting(live)
-        if live.shape != self.ids.shape:
-            raise self._unlike(watched)
-        self.live = live.to(self.ids.dtype)
-
-    def _unlike(self, topk: _TopK) -> InvalidArgument:
-        calls = f" (of topk at all: {', '.join(topk.seen)})" if topk.seen else ""
-        return InvalidArgument(
-            field=f"layers.{self.layer}",
-            value=f"{type(self.owner).__name__} with {len(topk.chosen)} calls of topk over "
-            f"experts{calls}",
-            expected=f"a router that chooses {self.ids.shape[1]} of {self._num_experts} by one "
-            "call of topk, or chooses the given experts",
-            remedy="use a layout and a version of transformers that fit the model: see the "
-            "documentation of trainers",
-        )
-
-    def _wide(self) -> torch.Tensor:
-        """Return the ids as int64, 0 where not valid."""
-        ids = self.ids.long()
-        if self.ids.dtype == torch.int16:
-            ids &= 0xFFFF
-        return ids.masked_fill_(~self.valid[:, None], 0)
-
-    def _agrees(self, output: Any) -> bool:
-        ids = _index_tensor(output)
-        if ids is None or ids.shape != self.ids.shape:
-            return False
-        return bool(((ids == self._wide()) | ~self.valid[:, None]).all())
+    def again(
+        self, compare: Compare, ids: torch.Tensor, function: Callable[..., Any], args: Any, kw: Any
+    ) -> Any:
+        """Call the function with ids that it used before, in a narrow dtype: see `Choice`."""
+        if compare is True:  # the same computations as in the forward pass
+            with torch.no_grad():
+                self.call(function, args, kw)
+        return self.call(function, args, kw, widened(ids))[0]
 
     def chooses(self, scores: torch.Tensor, k: int, dim: int) -> bool:
         """Return whether topk(scores, k, dim) is the call that chooses experts."""
         if scores.dim() != 2 or dim not in (1, -1):
             return False
-        if (scores.shape[1], k) != (self._num_experts, self.ids.shape[1]):
-            return False
-        self.fitting(scores)
-        return True
+        return (scores.shape[1], k) == (self.num_experts, self.top_k)
 
-    def fitting(self, of_pass: torch.Tensor) -> None:
+    def chooses_groups(self, scores: torch.Tensor, k: int) -> bool:
+        """Return whether topk(scores, k) chooses groups of experts, as group-limited routers do.
+
+        Versions name the groups differently; their number shows in the scores.
+        """
+        if scores.dim() != 2:
+            return False
+        groups = scores.shape[1]
+        return k < groups < self.num_experts and self.num_experts % groups == 0
+
+    def narrowed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids in the dtype of `Given`."""
+        return ids.to(torch.uint8 if self.num_experts <= 256 else torch.int16)
+
+    def fitting(self, of_pass: torch.Tensor, num_tokens: int) -> None:
         """Refuse another number of tokens."""
-        if len(of_pass) != len(self.ids):
+        if len(of_pass) != num_tokens:
             raise InvalidArgument(
                 field="topk_ids",
-                value=f"{len(self.ids)} tokens",
+                value=f"{num_tokens} tokens",
                 expected=f"{len(of_pass)} tokens, as in the pass",
             )
 
-    def needed_groups(self, scores: torch.Tensor, k: int, ids: torch.Tensor) -> Any:
-        """Return groups [tokens, groups] of the ids if topk(scores, k) chooses groups.
+    def _unlike(self, topk: _TopK) -> InvalidArgument:
+        calls = f" (of topk at all: {', '.join(topk.seen)})" if topk.seen else ""
+        return InvalidArgument(
+            field=f"layers.{self.layer}",
+            value=f"{type(self.owner).__name__} with {len(topk.used)} calls of topk over "
+            f"experts{calls}",
+            expected=f"a router that chooses {self.top_k} of {self.num_experts} by one "
+            "call of topk, or chooses the given experts",
+            remedy="use a layout and a version of transformers that fit the model: see the "
+            "documentation of trainers",
+        )
 
-        Group-limited routers first choose groups of experts. Versions name the groups differently;
-        their number shows in the scores.
+
+def widened(ids: torch.Tensor) -> torch.Tensor:
+    """Return narrow ids as int64."""
+    return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
+
+
+class Forcer:
+    """What a block does where a router runs.
+
+    Args:
+        router: the router.
+        given: ids of all layers; None for the router's own choice.
+        column: index of this layer in `given`.
+        compare: keep the layer's own choice as `live`; "only": replay nothing.
+    """
+
+    def __init__(self, router: Router, given: Given | None, column: int, compare: Compare) -> None:
+        self.router = router
+        self.layer = router.layer
+        self.live: torch.Tensor | None = None
+        self.runs = 0
+        """How often the router ran, without recomputation."""
+        self.is_inert = compare == "only"
+        self.ids: Any = None
+        self.valid: Any = None
+        self._given = given
+        self._column = column
+        self._compare = compare
+        if given is not None:
+            self.ids, self.valid = (part[column] for part in given.source)
+
+    def choose(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_kept: bool) -> Any:
+        """Call the router's function.
+
+        Args:
+            function: the function itself.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            is_kept: a checkpoint will run the router again.
+
+        Returns:
+            Its output; the ids that it used, in a narrow dtype; and `Choice.again` for them.
         """
-        if scores.dim() != 2 or len(scores) != len(ids):
-            return None
-        groups = scores.shape[1]
-        if not k < groups < self._num_experts or self._num_experts % groups:
-            return None
-        group = ids // (self._num_experts // groups)
-        needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, group, True)
-        return needed & self.valid[:, None]
+        router, again = self.router, functools.partial(self.router.again, self._compare)
+        if self._given is None:
+            output, used = router.call(function, args, kwargs, is_kept=is_kept)
+            return output, router.narrowed(used), again
+        device = args[0].device if args else next(iter(kwargs.values())).device
+        self.ids, self.valid = (part[self._column] for part in self._given.on(device))
+        if self._compare:
+            with torch.set_grad_enabled(self.is_inert and torch.is_grad_enabled()):
+                output, used = router.call(function, args, kwargs, is_kept=is_kept)
+            router.fitting(used, len(self.ids))
+            self.live = used.to(self.ids.dtype)
+            if self.is_inert:
+                return output, self.live, again
+        wide = widened(self.ids).masked_fill(~self.valid[:, None], 0)
+        output, used = router.call(function, args, kwargs, wide, self.valid)
+        return output, router.narrowed(used), again
 
 
 class _TopK(TorchFunctionMode):
-    """Keep the choices of a router's topk, and replace them by ids if there are any.
+    """Keep the ids that a router's topk chooses, and replace them by ids if there are any.
 
     Every other function passes through.
     """
 
-    def __init__(self, forcer: Forcer, ids: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, router: Router, ids: torch.Tensor | None, valid: torch.Tensor | None, is_kept: bool
+    ) -> None:
         super().__init__()
-        self.chosen: list[torch.Tensor] = []
-        """The model's own choice of experts of each call over experts."""
+        self.used: list[torch.Tensor] = []
+        """The result of each call over experts."""
         self.seen: list[str] = []
         """The calls of topk, in words."""
-        self._forcer = forcer
+        self._router = router
         self._ids = ids
+        self._valid = valid
+        self._is_kept = is_kept
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if func not in _TOPK:
-            return result
+            return func(*args, **kwargs)
         scores, k, dim = (
             args[i] if i < len(args) else kwargs.get(name, -1)
             for i, name in enumerate(("input", "k", "dim"))
         )
         self.seen.append(f"{k} of {scores.shape[dim]}")
-        if self._forcer.chooses(scores, k, dim):
-            self.chosen.append(result.indices)
-            if self._ids is None:
-                return result
-            ids = torch.where(self._forcer.valid[:, None], self._ids, result.indices)
+        result = func(*args, **kwargs)
+        if self._router.chooses(scores, k, dim):
+            ids = self._experts(result.indices)
+            self.used.append(ids)
+        elif self._router.chooses_groups(scores, k):
+            ids = self._groups(scores, k, result.indices)
         else:
-            needed = None
-            if self._ids is not None:
-                needed = self._forcer.needed_groups(scores, k, self._ids)
-            if needed is None:
-                return result
-            # Experts outside the chosen groups would lose their scores.
-            ids = scores.detach().masked_fill(needed, torch.inf).topk(k, dim=-1).indices
+            return result
+        if self._ids is None and not self._is_kept:
+            return result
         return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _experts(self, own: torch.Tensor) -> torch.Tensor:
+        if self._ids is None:
+            return own
+        self._router.fitting(own, len(self._ids))
+        return self._ids if self._valid is None else own.where(~self._valid[:, None], self._ids)
+
+    def _groups(self, scores: torch.Tensor, k: int, own: torch.Tensor) -> torch.Tensor:
+        """Return groups with those of the ids: others would lose their scores."""
+        if self._ids is None or len(scores) != len(self._ids):
+            return own
+        group = self._ids // (self._router.num_experts // scores.shape[1])
+        needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, group, True)
+        if self._valid is not None:
+            needed &= self._valid[:, None]
+        return scores.detach().masked_fill(needed, torch.inf).topk(k, dim=-1).indices
 
 
 def _index_tensor(output: Any) -> torch.Tensor | None:

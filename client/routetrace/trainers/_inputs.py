@@ -6,7 +6,6 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from routetrace.client.plan import FetchPlan, SampleSpan
 from routetrace.common.errors import InvalidArgument
@@ -61,7 +60,7 @@ class _Pass(NamedTuple):
 
 
 class Inputs:
-    """Hooks that compare the inputs of each pass with a plan, at the tokens that have rows.
+    """Compares the inputs of each pass with a plan, at the tokens that have rows.
 
     Token ids are compared where the plan knows them, elsewhere the attention mask. Passes with
     another number of tokens, or without either, are not judged. A CUDA device is not waited for;
@@ -86,21 +85,6 @@ class Inputs:
         self._expected = _Expected(token_ids, has_row, is_known, is_padding)
         self._on = {token_ids.device: self._expected}
         self._pending: deque[_Pass] = deque()
-        self._in_model = False
-
-    def watch(self, model: nn.Module, decoder: Any) -> list[Any]:
-        """Add the hooks to a model, or to its decoder where that alone is called.
-
-        Returns:
-            Their handles.
-        """
-        handles = [
-            model.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            model.register_forward_hook(self._after_model, always_call=True),
-        ]
-        if decoder is not model:
-            handles.append(decoder.register_forward_pre_hook(self._before, with_kwargs=True))
-        return handles
 
     def settle(self) -> None:
         """Judge the passes that are not judged yet.
@@ -116,16 +100,12 @@ class Inputs:
         """Drop the passes that are not judged yet."""
         self._pending.clear()
 
-    def _before_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._before(module, args, kwargs)
-        self._in_model = True
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the inputs of a pass.
 
-    def _after_model(self, *_: Any) -> None:
-        self._in_model = False
-
-    def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._in_model:  # the decoder of a multimodal model gets no token ids
-            return
+        Raises:
+            InvalidArgument: if they, or those of a pass before, are not those of the plan.
+        """
         while self._pending and self._pending[0].copied.query():  # type: ignore[no-untyped-call]
             self._judge(self._pending.popleft())
         given = self._fitting(kwargs.get("input_ids", args[0] if args else None))

@@ -4,20 +4,21 @@
     plan = FetchPlan.make(layout, batch, Rank(layout.layer_ids, flatten="batch"))
     with replay(model, client.fetch(plan)):
         loss = loss_of(model(input_ids, attention_mask=mask))
-        loss.backward()
+    loss.backward()
 
 Only the choice is replayed. While a router runs, or the function of the block around it that
 chooses in its place, the call of `topk` that chooses experts returns the given ids and the scores
 at them. Scores are still computed (softmax before or after, sigmoid, bias, normalisation,
 scaling), so gradients reach the router through them.
 
-The backward pass belongs inside the block, as activation checkpointing reruns the routers there.
-Under FSDP2 (`fully_shard`) each rank replays the rows of its own tokens. A block compiles compiled
-models again.
+The backward pass may run inside the block or after it: activation checkpointing reruns routers with
+the choice of their forward pass. Under FSDP2 (`fully_shard`) each rank replays the rows of its own
+tokens. Routers stay out of the graphs of compiled models.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -29,15 +30,15 @@ from torch import nn
 
 from routetrace.client.layouts import check_padding_side
 from routetrace.client.rows import Rows
-from routetrace.codec.frame import invalid_rows
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
-from routetrace.trainers._choosers import choosers_of
-from routetrace.trainers._force import Compare, Forcer, Given
+from routetrace.trainers._choosers import choosers_of, refuse_whole_graphs
+from routetrace.trainers._force import Compare, Forcer, Given, Router
+from routetrace.trainers._given import Ids, of_arrays, of_rows
 from routetrace.trainers._inputs import Inputs
+from routetrace.trainers._passes import Passes
+from routetrace.trainers._seats import Place, checkpoints_of, leave, take
 from routetrace.trainers.agreement import Agreement, of_overlap, overlap, tally
-
-Ids = torch.Tensor | npt.NDArray[Any]
 
 
 class Trace(Protocol):
@@ -66,14 +67,14 @@ class Trace(Protocol):
 
 def replay(
     model: Any,
-    topk_ids: Rows | Ids,
+    topk_ids: Rows | Ids | Literal["own"],
     *,
     layer_ids: Sequence[int] | None = None,
     valid: Ids | None = None,
     compare: Compare = False,
     layout: ModelLayout | None = None,
 ) -> Replay:
-    """Make every forward and backward pass in the block use the given experts.
+    """Make every forward pass in the block, and its backward pass, use the given experts.
 
     All passes in the block must process the same tokens, such as old log-probabilities, then
     training; use another block for another micro-batch.
@@ -89,7 +90,9 @@ def replay(
     Args:
         model: a MoE model of transformers.
         topk_ids: rows of a plan with `Rank(flatten="batch")`; or integer ids [batch, seq, L, K] or
-            [tokens, L, K], in the token order of the routers: batch by batch.
+            [tokens, L, K], in the token order of the routers: batch by batch. "own" replays
+            nothing but the model's own choices, where activation checkpointing runs routers again,
+            with any number of passes and tokens in the block.
         layer_ids: absolute layer ids of the L columns: all MoE layers of the model, in any order.
             None for rows of a plan, which have their own.
         valid: bool, shape of topk_ids without its last one or two axes. Where False, the model's
@@ -103,7 +106,9 @@ def replay(
     Raises:
         InvalidArgument: if routers, shapes, layers or the flattening of a plan do not fit, or ids
             are out of range or repeated in a valid cell. In a pass, if its number of tokens or the
-            tokens are not those of the plan, or a router does not choose by one call of `topk`.
+            tokens are not those of the plan, a router does not run, or does not choose by one call of
+            `topk`, or is in a checkpoint of another kind. When the block ends, if layers ran alone
+            or no pass was made.
     """
     if compare not in (False, True, "only"):
         raise InvalidArgument(field="compare", value=compare, expected='a bool, or "only"')
@@ -113,7 +118,25 @@ def replay(
             field="model", value=kind_of(model), expected="a transformers MoE model"
         )
     layout = ModelLayout.from_config(config) if layout is None else layout
-    choosers = choosers_of(model, layout)
+    choosers = {
+        layer: Router(*found, layer, layout.num_experts, layout.top_k)
+        for layer, found in choosers_of(model, layout).items()
+    }
+    if isinstance(model, nn.Module):
+        refuse_whole_graphs(model, [router.owner for router in choosers.values()])
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(topk_ids, str):
+        for name, value, unset in (
+            ("topk_ids", topk_ids, "own"),
+            ("layer_ids", layer_ids, None),
+            ("valid", valid, None),
+            ("compare", compare, False),
+        ):
+            if value is not unset and value != unset:
+                raise InvalidArgument(
+                    field=name, value=value, expected=f'{unset!r}, for the "own" choice'
+                )
+        return Replay(model, None, [Forcer(r, None, 0, False) for r in choosers.values()], None)
     rows = topk_ids if isinstance(topk_ids, Rows) else None
     if rows is not None:
         for name, value in (("layer_ids", layer_ids), ("valid", valid)):
@@ -135,52 +158,45 @@ def replay(
             expected=f"the layers of the model's {len(choosers)} routers, {sorted(choosers)}",
         )
     if isinstance(topk_ids, Rows):
-        given = _of_rows(layout, topk_ids)
+        given = of_rows(layout, topk_ids)
     else:
-        given = _of_arrays(layout, topk_ids, columns, valid)
+        given = of_arrays(layout, topk_ids, columns, valid)
     forcers = [
-        Forcer(*choosers[layer], layer, layout.num_experts, given, column, compare)
-        for column, layer in enumerate(columns)
+        Forcer(choosers[layer], given, column, compare) for column, layer in enumerate(columns)
     ]
     return Replay(model, given, forcers, rows)
+
+
+def _take(taken: contextlib.ExitStack, place: Place, user: Any = None) -> None:
+    take(place, user)
+    taken.callback(leave, place, user)
 
 
 class Replay:
     """Context returned by `replay`."""
 
-    def __init__(self, model: Any, given: Given, forcers: list[Forcer], rows: Rows | None) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, given: Given | None, forcers: list[Forcer], rows: Rows | None
+    ) -> None:
         self._given = given
         self._forcers = forcers
         self._rows = rows
-        self._inputs = None if rows is None else Inputs(rows.plan)
-        self._handles: list[Any] = []
+        inputs = None if rows is None else Inputs(rows.plan)
+        self._passes = Passes(model, forcers if given else [], inputs)
+        self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> Replay:
-        decoder = self._model.get_decoder()
-        if self._inputs and isinstance(self._model, nn.Module):
-            self._handles += self._inputs.watch(self._model, decoder)
-        self._handles += [
-            decoder.register_forward_pre_hook(self._before_pass),
-            decoder.register_forward_hook(self._after_pass),
-        ]
-        for forcer in self._forcers:
-            forcer.attach()
+        modules = self._passes.modules
+        with contextlib.ExitStack() as taken:
+            for module in modules:
+                _take(taken, Place(module, "forward", "pass"), self._passes)
+            for one in self._forcers:
+                _take(taken, Place(one.router.owner, one.router.name, "router"), one)
+            if not all(one.is_inert for one in self._forcers):
+                for place in checkpoints_of(modules[-1]):
+                    _take(taken, place)
+            self._taken = taken.pop_all()
         return self
-
-    def _before_pass(self, *_: Any) -> None:
-        for forcer in self._forcers:
-            forcer.has_run = False
-
-    def _after_pass(self, *_: Any) -> None:
-        skipped = [forcer.layer for forcer in self._forcers if not forcer.has_run]
-        if skipped:
-            raise InvalidArgument(
-                field="model",
-                value=f"{type(self._model).__name__}: the routers of layers {skipped} did not run",
-                expected="each router to run in each pass",
-                remedy="replay in a model whose layers have the library's own forward functions",
-            )
 
     def __exit__(
         self,
@@ -188,21 +204,15 @@ class Replay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for forcer in self._forcers:
-            forcer.detach()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._given.settle()
-        if self._inputs and error is None:
-            self._inputs.settle()
-        elif self._inputs:
-            self._inputs.forget()
+        self._taken.close()
+        if self._given:
+            self._given.settle()
+        self._passes.settle(failed=error is not None)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of a pass."""
-        return len(self._forcers[0].ids)
+        """Number of tokens of a pass; 0 for "own"."""
+        return 0 if self._given is None else len(self._forcers[0].ids)
 
     @property
     def trainer_ids(self) -> torch.Tensor | None:
@@ -243,88 +253,6 @@ class Replay:
         Covers the latest pass; None without `compare` or before a pass. Waits for the device.
         """
         return self.agreement.disagreement
-
-
-def _of_rows(layout: ModelLayout, rows: Rows) -> Given:
-    """Check the rows; the result shares their memory."""
-    planned = rows.plan.layout
-    if (planned.num_experts, planned.top_k) != (layout.num_experts, layout.top_k):
-        raise InvalidArgument(
-            field="plan.layout",
-            value=f"top-{planned.top_k} of {planned.num_experts} experts",
-            expected=f"top-{layout.top_k} of {layout.num_experts}, as the model's routers choose",
-        )
-    if any(span.stride != 1 for span in rows.plan.spans):
-        raise InvalidArgument(
-            field="plan",
-            value="tokens flattened by sequence",
-            expected='Rank(flatten="batch"), as the model\'s routers see tokens',
-        )
-    for column, layer in enumerate(rows.layer_ids):
-        ids, valid = rows.topk_ids[column], rows.valid[column]
-        bad = invalid_rows(ids[:, None], layout.num_experts) & valid
-        if bad.any():
-            token = int(bad.argmax())
-            raise _bad_ids(ids[token].tolist(), token, layer, layout)
-    # torch supports few operations on uint16: carry its bits as int16.
-    narrow = rows.topk_ids if rows.topk_ids.itemsize == 1 else rows.topk_ids.view(np.int16)
-    return Given(_shared(narrow), _shared(rows.valid))
-
-
-def _shared(array: npt.NDArray[Any]) -> torch.Tensor:
-    # torch warns of read-only memory.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _bad_ids(ids: list[int], token: int, layer: int, layout: ModelLayout) -> InvalidArgument:
-    return InvalidArgument(
-        field="topk_ids",
-        value=f"{ids} for token {token} at layer {layer}",
-        expected=f"distinct ids in [0, {layout.num_experts}) in every valid cell",
-    )
-
-
-def _of_arrays(
-    layout: ModelLayout, topk_ids: Ids, layer_ids: list[int], valid: Ids | None
-) -> Given:
-    """Check ids; the result is a narrow copy in layer-major order."""
-    if isinstance(topk_ids, np.ndarray) and topk_ids.dtype.kind == "u" and topk_ids.itemsize > 1:
-        topk_ids = topk_ids.astype(np.int64)  # torch supports few operations on wide unsigned types
-    ids = torch.as_tensor(topk_ids)
-    shape = (len(layer_ids), layout.top_k)
-    if ids.dim() not in (3, 4) or ids.shape[-2:] != shape or not _is_integer(ids):
-        raise InvalidArgument(
-            field="topk_ids",
-            value=f"{ids.dtype} {tuple(ids.shape)}",
-            expected=f"integers [batch, seq, {shape[0]}, {shape[1]}] or the same without batch",
-        )
-    if valid is None:
-        mask = torch.ones(ids.shape[:-1], dtype=torch.bool, device=ids.device)
-    else:
-        mask = torch.as_tensor(valid, device=ids.device)
-        if mask.shape == ids.shape[:-2]:
-            mask = mask[..., None].expand(ids.shape[:-1])
-        if mask.shape != ids.shape[:-1] or mask.dtype != torch.bool:
-            raise InvalidArgument(
-                field="valid",
-                value=f"{mask.dtype} {tuple(mask.shape)}",
-                expected=f"bool {tuple(ids.shape[:-1])} or {tuple(ids.shape[:-2])}",
-            )
-    ids, mask = ids.reshape(-1, *shape), mask.reshape(-1, shape[0])
-    ordered = ids.sort(dim=-1).values
-    bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= layout.num_experts)
-    bad |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-    bad &= mask
-    if bool(bad.any()):
-        token, column = bad.nonzero()[0].tolist()
-        raise _bad_ids(ids[token, column].tolist(), token, layer_ids[column], layout)
-    narrow = torch.uint8 if layout.num_experts <= 256 else torch.int16
-    ids, mask = ids.to(narrow).transpose(0, 1), mask.transpose(0, 1)
-    return Given(ids.contiguous(), mask.contiguous())
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def collate(
