@@ -9,8 +9,8 @@ from __future__ import annotations
 from routetrace.server.index.traces.sources import Source
 from routetrace.server.index.traces.trace import Trace
 
-#: Objects of a trace and its places in the index, and those of a source and its entries in the index
-#: of tokens, without what they list.
+#: Objects of a trace and its places in the index, and those of a source with its entries in the
+#: index of tokens, without what they list.
 _TRACE_BYTES, _SOURCE_BYTES = 700, 1450
 
 #: A span, a KV block, and a digest with its entry in the index of prefixes.
