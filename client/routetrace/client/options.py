@@ -15,6 +15,7 @@ Missing = Literal["raise", "mask"]
 WaitFor = Literal["rows", "end"]
 Policy = Literal["as_sampled", "latest"]
 PrefixRows = Literal["never", "unique", "any"]
+Equal = Literal["refuse", "any"]
 
 #: Names of 0.8 for "any"; they go with 0.10.
 _OLD_PREFIX_ROWS = ("same_version", "any_version")
@@ -58,6 +59,10 @@ class ReadOptions(Values):
     pass; "any": the first one."""
     weight_version: int | None = None
     """Weight version of all rows, others are missing; None: any."""
+    equal: Equal = "refuse"
+    """Samples of fetch and prefetch that are found by their tokens, where several requests have
+    these tokens equally: "refuse" makes their rows missing, as `ambiguous`; with "any" equal
+    samples of a plan get the requests in turn. See `RouteClient.locate`."""
 
     def __post_init__(self) -> None:
         check.choice("missing", self.missing, ("raise", "mask"))
@@ -76,6 +81,7 @@ class ReadOptions(Values):
         check.choice("prefix_rows", self.prefix_rows, ("never", "unique", "any"))
         if self.weight_version is not None:
             check.weight_version(self.weight_version)
+        check.choice("equal", self.equal, ("refuse", "any"))
 
 
 _NAMES = tuple(field.name for field in fields(ReadOptions))
@@ -90,6 +96,7 @@ class ReadKeywords(TypedDict, total=False):
     policy: Policy
     prefix_rows: PrefixRows
     weight_version: int | None
+    equal: Equal
 
 
 def merged(

@@ -291,12 +291,12 @@ def _exit(module: nn.Module, name: str, *, failed: bool) -> None:
 def _stand_in(kind: Kind, name: str) -> Callable[..., Any]:
     """Return the function for all modules: compiled programs are judged by its identity."""
     if kind == "router":
-        return _uncompiled(lambda module, *a, **k: _choose(Place(module, name, kind), a, k))
+        return uncompiled(lambda module, *a, **k: _choose(Place(module, name, kind), a, k))
     if kind == "checkpoint":
-        return _uncompiled(
+        return uncompiled(
             lambda module, f, *a, **k: _checkpoint(Place(module, name, kind), f, a, k)
         )
-    enter, leave_ = _uncompiled(_enter), _uncompiled(_exit)
+    enter, leave_ = uncompiled(_enter), uncompiled(_exit)
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = enter(module, name, args, kwargs)
@@ -308,10 +308,10 @@ def _stand_in(kind: Kind, name: str) -> Callable[..., Any]:
         leave_(module, name, failed=False)
         return output
 
-    return _uncompiled(run, recursive=False)  # what it calls may be compiled
+    return uncompiled(run, recursive=False)  # what it calls may be compiled
 
 
-def _uncompiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
     # Older versions of torch give no reasons.
     is_told = "reason" in inspect.signature(torch.compiler.disable).parameters
     reason: dict[str, Any] = {"reason": _REASON} if is_told else {}

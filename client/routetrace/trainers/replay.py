@@ -19,7 +19,8 @@ tokens. Routers stay out of the graphs of compiled models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -28,10 +29,19 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from routetrace.client import _arguments as check
+from routetrace.client._shells.sync import RouteClient
 from routetrace.client.layouts import check_padding_side
+from routetrace.client.options import Equal
 from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
+from routetrace.trainers._auto import (
+    AutoReplay,
+    MissingSamples,
+    checked,
+    unwrapped,
+)
 from routetrace.trainers._choosers import choosers_of, refuse_whole_graphs
 from routetrace.trainers._force import Compare, Forcer, Given, Router
 from routetrace.trainers._given import Ids, of_arrays, of_rows
@@ -106,9 +116,9 @@ def replay(
     Raises:
         InvalidArgument: if routers, shapes, layers or the flattening of a plan do not fit, or ids
             are out of range or repeated in a valid cell. In a pass, if its number of tokens or the
-            tokens are not those of the plan, a router does not run, or does not choose by one call of
-            `topk`, or is in a checkpoint of another kind. When the block ends, if layers ran alone
-            or no pass was made.
+            tokens are not those of the plan, a router does not run, or does not choose by one call
+            of `topk`, or is in a checkpoint of another kind. When the block ends, if layers ran
+            alone or no pass was made.
     """
     if compare not in (False, True, "only"):
         raise InvalidArgument(field="compare", value=compare, expected='a bool, or "only"')
@@ -165,6 +175,60 @@ def replay(
         Forcer(choosers[layer], given, column, compare) for column, layer in enumerate(columns)
     ]
     return Replay(model, given, forcers, rows)
+
+
+def auto(
+    model: Any,
+    client: RouteClient,
+    *,
+    missing: MissingSamples = "live",
+    compare: bool = False,
+    skip: Callable[[Mapping[str, Any]], bool] | None = None,
+    equal: Equal = "refuse",
+    wait_seconds: float = 10.0,
+) -> AutoReplay:
+    """Replay the rows of the requests whose tokens a pass gets, in all passes from now on.
+
+        auto(model, client)
+
+    Each pass finds its sequences in `input_ids`, with `attention_mask` or, packed, `position_ids`
+    or `cu_seq_lens_q`; locates them, reads their rows and replays them, its backward pass included,
+    whenever and wherever that runs. Passes of `generate` and others with a KV cache are left to the
+    model, and those of a PEFT model whose adapters are disabled. A pass whose sequences are not
+    known is refused.
+
+    Args:
+        model: a MoE model of transformers, or a PEFT, DDP, FSDP2 or compiled model of one. Make it
+            before the first pass.
+        client: reads the rows, of its run.
+        missing: samples that no request is proven to have, or with missing rows: "live" leaves
+            such cells to the model's own routers; "drop" does too, and the caller multiplies its
+            loss by `AutoReplay.loss_mask`; "raise" raises Incomplete, or DeadlineExceeded.
+        compare: also count how often the model's own routers choose otherwise; runs every router
+            twice.
+        skip: called with the arguments of a pass, by name: True leaves it to the model.
+        equal: as in `ReadOptions`.
+        wait_seconds: for requests whose end has not been reported yet, at the first pass of a
+            sample, and for their rows.
+
+    Returns:
+        An `AutoReplay`: its `totals` count; `close` ends it.
+
+    Raises:
+        InvalidArgument: naming the wrong argument; if the model is replayed already. In a pass, as
+            `replay`.
+    """
+    missing, equal, wait_seconds = checked(missing, compare, equal, wait_seconds, skip)
+    found = unwrapped(model)
+    return AutoReplay(
+        found,
+        check.instance("client", client, RouteClient),
+        functools.partial(replay, found, compare=compare),
+        missing=missing,
+        equal=equal,
+        wait_seconds=wait_seconds,
+        skip=skip,
+    )
 
 
 def _take(taken: contextlib.ExitStack, place: Place, user: Any = None) -> None:

@@ -120,7 +120,8 @@ class Fetch:
             yield from steps
 
     def _look(self, seconds: float) -> Steps[Locations]:
-        return locate(self._config, self.plan.sequences, timeout=seconds)
+        equal = self._options.equal
+        return locate(self._config, self.plan.sequences, equal=equal, timeout=seconds)
 
     def _batches(self, concurrency: int) -> Iterator[Steps[ReadFacts | RouteTraceError]]:
         plan = self.plan

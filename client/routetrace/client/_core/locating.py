@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from routetrace.client._core.config import Config
 from routetrace.client._core.reads import called, converted, value_of
 from routetrace.client._core.steps import Emit, Part, Plan, Sleep
 from routetrace.client.located import Located, Locations
+from routetrace.client.options import Equal
 from routetrace.codec.records import (
     ADAPTER_LABEL,
     DIGEST_EVERY,
@@ -31,7 +32,6 @@ from routetrace.codec.records import (
 from routetrace.common.errors import InvalidArgument, RouteTraceError
 from routetrace.v1 import routetrace_pb2 as pb
 
-Equal = Literal["refuse", "any"]
 Labels = Mapping[str, str]
 
 #: Sequences of one call, and about their digests: as many for each of up to 17 keys.

@@ -17,7 +17,6 @@ from routetrace.client._core import run_calls as _run_calls
 from routetrace.client._core.calls import Errors
 from routetrace.client._core.config import Config
 from routetrace.client._core.counting import LoadCount
-from routetrace.client._core.locating import Equal
 from routetrace.client._core.reads import one_of_many
 from routetrace.client._core.reporting import WriterNames, report_of, sent
 from routetrace.client._core.steps import Plan
@@ -31,7 +30,14 @@ from routetrace.client.expert_load import ExpertLoad
 from routetrace.client.explanation import Explanation
 from routetrace.client.history import RunHistory
 from routetrace.client.located import Locations
-from routetrace.client.options import Missing, Policy, ReadKeywords, ReadOptions, merged
+from routetrace.client.options import (
+    Equal,
+    Missing,
+    Policy,
+    ReadKeywords,
+    ReadOptions,
+    merged,
+)
 from routetrace.client.plan import FetchPlan
 from routetrace.client.progress import Meter, Progress
 from routetrace.client.rows import Rows
