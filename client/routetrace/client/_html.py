@@ -41,6 +41,7 @@ _COLOURS = {
     MissingReason.NOT_CAPTURED: "#e8a21f",
     MissingReason.AMBIGUOUS: "#35b8ae",
     MissingReason.KV_UNKNOWN: "#3f86ee",
+    MissingReason.NOT_PROVEN: "#8a94a1",
     MissingReason.ABORTED: "#8a94a1",
     MissingReason.OTHER_VERSION: "#8a94a1",
     MissingReason.NOT_YET: "#8a94a1",

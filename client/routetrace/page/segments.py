@@ -24,6 +24,7 @@ LOUDNESS = (
     MissingReason.NOT_YET,
     MissingReason.OTHER_VERSION,
     MissingReason.ABORTED,
+    MissingReason.NOT_PROVEN,
     MissingReason.AMBIGUOUS,
     MissingReason.KV_UNKNOWN,
     MissingReason.NOT_CAPTURED,

@@ -52,6 +52,7 @@ def test_public_names():
         "prefetch",
         "follow",
         "get_blocks",
+        "locate",
         "stat",
         "describe",
         "explain",

@@ -129,7 +129,7 @@ class Fetch:
             raise Incomplete(
                 _unproven(plan),
                 missing=(plan.unproven[0][1],),
-                remedy='use missing="mask", or wait_for="end" where requests may still run',
+                remedy='use wait_for="end" or missing="mask"',
             )
         self._verified = [0] * len(plan.reads)
         most = min(MAX_READS, -(-len(plan.reads) // concurrency))
