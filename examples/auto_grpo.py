@@ -51,14 +51,16 @@ with (
         mask = torch.cat([mask.repeat_interleave(GROUP, 0), mask.new_ones(2 * GROUP, NEW)], 1)
         good = (tokens[:, -NEW:] >= ord("a")) & (tokens[:, -NEW:] <= ord("z"))
         reward = good.float().mean(-1).view(2, GROUP)
-        advantage = ((reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        advantage = ((reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)).view(
+            -1, 1
+        )
         with torch.no_grad():
             old = logp(tokens, mask)
         for _ in range(2):
             ratio = (logp(tokens, mask) - old).exp()
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
         engine.load_state_dict(policy.state_dict())
         print(f"step {step}: reward {reward.mean():.3f}, {replayed.totals}")

@@ -62,6 +62,15 @@ def test_the_grpo_loop_replays_every_trace_and_moves_the_version_on():
     assert steps == ["0", "1", "2"]
 
 
+@pytest.mark.slow
+def test_the_loop_without_ids_finds_all_rows():
+    """A row that is missing raises in it."""
+    out = run("auto_grpo.py")
+    assert re.findall(r"(\d+) passes replayed, coverage 1, (\d+) samples found, 0 not", out) == [
+        (str(3 * n), str(96 * n)) for n in range(1, 7)
+    ]
+
+
 @pytest.mark.long
 def test_cached_experts_give_the_same_logits():
     out = run("cached_experts.py", "--tokens", "6", "--layers", "2")

@@ -187,7 +187,7 @@ def test_equal_samples_get_a_request_each(rollouts: Rollouts, client: RouteClien
         batch.loss(model)
     assert replayed.totals.stats.samples_ambiguous == 3
     assert replayed.loss_mask is not None
-    assert replayed.loss_mask.any(dim=1).tolist() == [False, True, False, False]
+    assert (replayed.loss_mask & batch.there).any(dim=1).tolist() == [False, True, False, False]
 
 
 def test_a_sample_that_is_unknown(rollouts: Rollouts, client: RouteClient) -> None:
@@ -219,10 +219,11 @@ def test_a_sample_that_is_unknown(rollouts: Rollouts, client: RouteClient) -> No
         batch.loss(model)
     with auto(model, client, missing="raise", wait_seconds=0.2), pytest.raises(Incomplete):
         Batch([partly]).loss(model)
+    batch = Batch([partly, known[0]])
     with auto(model, client, missing="drop") as replayed, torch.no_grad():
-        Batch([partly, known[0]]).loss(model)
+        batch.loss(model)
     assert replayed.loss_mask is not None
-    assert replayed.loss_mask.any(dim=1).tolist() == [False, True]
+    assert (replayed.loss_mask & batch.there).any(dim=1).tolist() == [False, True]
 
 
 def test_what_was_waited_for_in_vain_is_not_waited_for_again(
@@ -243,12 +244,21 @@ def test_what_was_waited_for_in_vain_is_not_waited_for_again(
     assert [each is None for each in waits] == [True, False, False]
 
 
-def peft_model(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+class Adapted(nn.Module):
+    """What PEFT puts around a model, and calls `forward` of."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, peft_model], ids=str)
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, Adapted])
 def test_wrapped_models(rollouts: Rollouts, client: RouteClient, wrap: Callable[..., Any]) -> None:
     batch = Batch(rollouts.answers([9, 4]))
     truth, inner = wired(rollouts, batch), trained()
@@ -260,10 +270,6 @@ def test_wrapped_models(rollouts: Rollouts, client: RouteClient, wrap: Callable[
         with auto(model, client) as replayed:
             for _ in range(2):
                 torch.testing.assert_close(batch.loss(model), expected)
-            if wrap is peft_model:
-                with model.disable_adapter():  # a reference
-                    torch.testing.assert_close(batch.loss(model), live)
-                assert replayed.totals.live_passes == 1
         torch.testing.assert_close(batch.loss(model), live)
     assert replayed.totals.passes == 2
 

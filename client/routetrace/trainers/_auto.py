@@ -6,10 +6,10 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -94,6 +94,27 @@ class AutoTotals(Values):
         return {**self.agreement.metrics(prefix), **named}
 
 
+class _Block(Protocol):
+    """Block of replay, as `routetrace.trainers.replay.Replay`."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """Agreement of the model's own routers with the rows."""
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> object: ...
+
+
+class _Pass(NamedTuple):
+    """A pass, and the block in which it runs; None if it is left to the model."""
+
+    function: Callable[..., Any]
+    block: _Block | None = None
+    totals: AutoTotals = AutoTotals()
+
+
 class AutoReplay:
     """Replay in all passes of a model; made by `routetrace.trainers.replay.auto`.
 
@@ -113,7 +134,7 @@ class AutoReplay:
         self,
         model: nn.Module,
         client: RouteClient,
-        begin: Callable[[Rows], AbstractContextManager[Any]],
+        begin: Callable[[Rows], _Block],
         *,
         missing: MissingSamples,
         equal: Equal,
@@ -178,30 +199,34 @@ class AutoReplay:
         finally:
             self._is_paused = before
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a pass."""
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
+        """Begin a pass: fetch its rows, and open the block in which it runs."""
         if self._is_inside or self._is_paused:
-            return self._original(*args, **kwargs)
+            return _Pass(self._original)
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
-        for name, kind in self._signature.parameters.items():
-            if kind.kind is inspect.Parameter.VAR_KEYWORD:
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
         if self._is_left(given):
             self.totals += AutoTotals(live_passes=1)
-            return self._original(*args, **kwargs)
+            return _Pass(self._original)
         begun = time.monotonic()
         rows = self._rows(given)
         seconds = time.monotonic() - begun
+        block = self._begin(rows)
+        block.__enter__()
         self._is_inside = True
-        try:
-            with self._begin(rows) as replayed:
-                output = self._model.forward(*args, **kwargs)
-        finally:
-            self._is_inside = False
-        agreement = replayed.agreement if replayed is not None else Agreement()
-        self.totals += AutoTotals(1, 0, rows.stats, agreement, seconds)
-        self._tell()
-        return output
+        return _Pass(self._model.forward, block, AutoTotals(1, 0, rows.stats, seconds=seconds))
+
+    def leave(self, one: _Pass, error: BaseException | None) -> None:
+        """End a pass."""
+        if one.block is None:
+            return
+        self._is_inside = False
+        one.block.__exit__(type(error) if error else None, error, None)
+        if error is None:
+            self.totals += one.totals + AutoTotals(agreement=one.block.agreement)
+            self._tell()
 
     def _is_left(self, given: Mapping[str, Any]) -> bool:
         """Whether a pass is left to the model."""
@@ -253,14 +278,33 @@ class AutoReplay:
 _AUTOS: WeakKeyDictionary[nn.Module, AutoReplay] = WeakKeyDictionary()
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
     auto = _AUTOS.get(module)
     if auto is None:  # a copy of the model
-        return type(module).forward(module, *args, **kwargs)
-    return auto.forward(args, kwargs)
+        return _Pass(MethodType(type(module).forward, module))
+    return auto.enter(args, kwargs)
 
 
-_forward = uncompiled(_call, recursive=False)
+def _leave(module: nn.Module, one: _Pass, error: BaseException | None) -> None:
+    if one.block is not None:
+        _AUTOS[module].leave(one, error)
+
+
+_enter_uncompiled, _leave_uncompiled = uncompiled(_enter), uncompiled(_leave)
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    one = _enter_uncompiled(module, args, kwargs)
+    try:
+        output = one.function(*args, **kwargs)
+    except BaseException as error:
+        _leave_uncompiled(module, one, error)
+        raise
+    _leave_uncompiled(module, one, None)
+    return output
+
+
+_forward = uncompiled(_run, recursive=False)  # what it calls may be compiled
 
 
 def _has_no_adapter(model: nn.Module) -> bool:
@@ -279,16 +323,14 @@ def unwrapped(model: Any) -> nn.Module:
     Raises:
         InvalidArgument: if there is none.
     """
-    found = model
+    found: Any = model
     while isinstance(found, nn.Module):
-        if hasattr(found, "_orig_mod"):
-            found = found._orig_mod
-        elif hasattr(found, "get_base_model"):
-            found = found.get_base_model()
-        elif hasattr(found, "get_decoder") and hasattr(found, "config"):
+        inner = getattr(found, "_orig_mod", None)
+        if inner is None and (base := getattr(found, "get_base_model", None)) is not None:
+            inner = base()
+        if inner is None and hasattr(found, "get_decoder") and hasattr(found, "config"):
             return found
-        else:
-            found = getattr(found, "module", None)
+        found = inner or getattr(found, "module", None)
     raise InvalidArgument(
         field="model", value=kind_of(model), expected="a transformers MoE model, or what wraps one"
     )

@@ -32,11 +32,11 @@ def batch_of(given: Mapping[str, Any]) -> MicroBatch:
     )
     if bounds is not None:
         return MicroBatch.from_cu_seqlens(ids, bounds)
-    has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == ids.shape
-    if ids.shape[0] == 1 and positions is not None and not (has_mask and bool((mask == 0).any())):
+    padding = mask if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else None
+    if ids.shape[0] == 1 and positions is not None and (padding is None or bool(padding.all())):
         return MicroBatch.from_position_ids(ids, positions)
-    if has_mask:
-        return MicroBatch.from_mask(ids, mask)
+    if padding is not None:
+        return MicroBatch.from_mask(ids, padding)
     if mask is not None:
         raise InvalidArgument(
             field="attention_mask",

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from transformers import (
@@ -93,7 +94,7 @@ class TransformersCapture:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        request_ids: Sequence[str],
+        request_ids: Sequence[str] | None = None,
         labels: Sequence[Mapping[str, str]] | None = None,
         weight_version: int | None = None,
         **generate_kwargs: Any,
@@ -110,7 +111,8 @@ class TransformersCapture:
             attention_mask: 0 where `input_ids` is padding; by default inferred from the pad token
                 as by the library.
             request_ids: one for each of the batch * num_return_sequences sequences, the sequences
-                of a prompt side by side. The next turn of a session under the same id, its prompt
+                of a prompt side by side; random ones if None, whose rows `RouteClient.locate` finds
+                by their tokens. The next turn of a session under the same id, its prompt
                 beginning with all tokens of the turn before, continues the same trace, on the KV
                 cache of that turn (`cache`, or `past_key_values` before transformers 5.24) or
                 without it; not so with images or other tensors of inputs, which token ids do not
@@ -150,7 +152,7 @@ class TransformersCapture:
                 expected="the shape of input_ids, [batch, length]",
             )
         copies = self._option(kwargs, "num_return_sequences") or 1
-        check_requests(request_ids, labels, len(input_ids) * copies)
+        request_ids = named(request_ids, labels, len(input_ids) * copies)
         own, mirrored = self._criteria(kwargs)
         call = GenerateCall(
             self._agent,
@@ -183,7 +185,7 @@ class TransformersCapture:
         self,
         inputs: Sequence[Sequence[int]],
         *,
-        request_ids: Sequence[str],
+        request_ids: Sequence[str] | None = None,
         labels: Sequence[Mapping[str, str]] | None = None,
         weight_version: int | None = None,
         generation_config: GenerationConfig | None = None,
@@ -199,7 +201,7 @@ class TransformersCapture:
         Args:
             inputs: prompts, token ids.
             request_ids: one for each of the len(inputs) * num_return_sequences sequences, the
-                sequences of a prompt side by side.
+                sequences of a prompt side by side; random ones if None.
             labels: one mapping for each sequence; active adapters of peft add `adapter`.
             weight_version: number of the weights that generate, as their trainer counts them;
                 None: the one told last. Until one is told the version is unknown.
@@ -223,7 +225,7 @@ class TransformersCapture:
         config = copy.deepcopy(generation_config or self._model.generation_config)
         copies, config.num_return_sequences = config.num_return_sequences or 1, 1
         given = [list(prompt) for prompt in inputs for _ in range(copies)]
-        check_requests(request_ids, labels, len(given))
+        request_ids = named(request_ids, labels, len(given))
         prompts = dict(zip(request_ids, given, strict=True))
         labels = labels_with_adapters(self._model, labels, len(request_ids))
         block_size = self._agent.config.block_size
@@ -323,10 +325,16 @@ class TransformersCapture:
         return own, mirrored
 
 
-def check_requests(
-    request_ids: Sequence[str], labels: Sequence[Mapping[str, str]] | None, expected: int
-) -> None:
-    """Refuse request ids that do not match the sequences in number, or are not distinct."""
+def named(
+    request_ids: Sequence[str] | None, labels: Sequence[Mapping[str, str]] | None, expected: int
+) -> Sequence[str]:
+    """Return the request ids; random ones if None.
+
+    Raises:
+        InvalidArgument: if ids or labels do not match the sequences in number, or are not distinct.
+    """
+    if request_ids is None:
+        request_ids = [uuid4().hex for _ in range(expected)]
     if isinstance(request_ids, str) or len(request_ids) != expected:
         raise InvalidArgument(
             field="request_ids",
@@ -336,7 +344,7 @@ def check_requests(
     if len(set(request_ids)) != expected:
         raise InvalidArgument(field="request_ids", value=request_ids, expected="distinct ids")
     if labels is None:
-        return
+        return request_ids
     if isinstance(labels, Mapping):
         raise InvalidArgument(
             field="labels",
@@ -353,3 +361,4 @@ def check_requests(
             raise InvalidArgument(
                 field=f"labels[{i}]", value=typed(given), expected="a mapping of str to str"
             )
+    return request_ids
