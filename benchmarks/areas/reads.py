@@ -39,6 +39,7 @@ from measure import (
 from reads.batches import batches
 from reads.buffer import into_one_buffer
 from reads.load import LAYOUT, Array, draw, fill, plan_of
+from reads.locating import locating
 from reads.rivals import Tcp, redis_server, rival, serve_empty, serve_flight, serve_tcp
 from reads.wire import Planes, Raw
 from routetrace.client import FetchPlan, Rank, RouteClient
@@ -70,6 +71,7 @@ def measure(table: Table) -> None:
         get_long(table, client, server, long[0])
         get_medium(table, client, server, medium)
         batches(table, client, server, ids)
+        locating(table, server, ids)
         into_one_buffer(table, client, server.target, ids)
         transfer(table, client, server, long)
         ranks(table, client, server, long)

@@ -274,6 +274,19 @@ def test_wrapped_models(rollouts: Rollouts, client: RouteClient, wrap: Callable[
     assert replayed.totals.passes == 2
 
 
+def test_adapters_of_peft(rollouts: Rollouts, client: RouteClient) -> None:
+    peft = pytest.importorskip("peft", reason="peft is in the environments of make test-frameworks")
+    batch = Batch(rollouts.answers([9, 4]))
+    truth, inner = wired(rollouts, batch), trained()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(inner, config)
+    with torch.no_grad(), auto(model, client) as replayed:
+        torch.testing.assert_close(batch.loss(model), batch.loss(truth))
+        with model.disable_adapter():  # a reference
+            torch.testing.assert_close(batch.loss(model), batch.loss(MODEL))
+    assert (replayed.totals.passes, replayed.totals.live_passes) == (1, 1)
+
+
 def test_layers_that_are_compiled(rollouts: Rollouts, client: RouteClient) -> None:
     batch = Batch(rollouts.answers([9, 4]))
     truth, model = wired(rollouts, batch), trained()
