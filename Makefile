@@ -237,7 +237,8 @@ test-install: $(VENV)/.dev
 TRANSFORMERS     ?= 5.17.0
 REPLAY           ?= 5.3.0 5.5.3 5.6.2 5.8.1 5.9.0 5.10.4 5.15.0 5.19.0
 REPLAY_TESTS      = tests/trainers/test_replay.py tests/trainers/test_replay_families.py \
-	tests/trainers/test_replay_backward.py tests/trainers/test_auto.py tests/trainers/test_fsdp.py
+	tests/trainers/test_replay_backward.py tests/trainers/test_replay_passes.py \
+	tests/trainers/test_auto.py tests/trainers/test_fsdp.py
 TRANSFORMERS_DIR ?= .venv-transformers
 test-transformers: $(VENV)/.dev
 	PYTHON=$(PY) TRANSFORMERS_DIR=$(TRANSFORMERS_DIR) scripts/transformers_env.sh \

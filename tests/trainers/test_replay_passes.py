@@ -75,7 +75,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(
     ("call", "is_compiled"),
-    [*((call, False) for call in CALLS), ("a layer", True), ("a pass, then a layer", True)],
+    [
+        *((call, False) for call in CALLS),
+        ("a layer", True),
+        pytest.param("a pass, then a layer", True, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_not_a_pass_of_the_rows_is_refused(
     call: str, is_compiled: bool, model: Any

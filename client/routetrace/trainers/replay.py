@@ -116,7 +116,7 @@ def replay(
     Raises:
         InvalidArgument: if routers, shapes, layers or the flattening of a plan do not fit, or ids
             are out of range or repeated in a valid cell. In a pass, if its number of tokens or the
-            tokens are not those of the plan, a router does not run, or does not choose by one call
+            tokens are not those of the plan, or a router does not run, does not choose by one call
             of `topk`, or is in a checkpoint of another kind. When the block ends, if layers ran
             alone or no pass was made.
     """
