@@ -166,7 +166,7 @@ class Run:
                 unsure = are_unsure(found, rivals)
             turn = None if indexes is None else indexes[i]
             if turn is None and equal == "any" and found:
-                turn = [*sequences[:i]].count(tokens) % len(found)
+                turn = -1 - [*sequences[:i]].count(tokens) % len(found)  # from the newest back
             if unsure or (len(found) > 1 and turn is None):
                 answers.append(AMBIGUOUS)
                 continue

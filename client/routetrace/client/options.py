@@ -62,7 +62,7 @@ class ReadOptions(Values):
     equal: Equal = "refuse"
     """Samples of fetch and prefetch that are found by their tokens, where several requests have
     these tokens equally: "refuse" makes their rows missing, as `ambiguous`; with "any" equal
-    samples of a plan get the requests in turn. See `RouteClient.locate`."""
+    samples of a plan get the requests in turn, the newest first. See `RouteClient.locate`."""
 
     def __post_init__(self) -> None:
         check.choice("missing", self.missing, ("raise", "mask"))

@@ -2907,11 +2907,13 @@ class LocateSequencesRequest(google.protobuf.message.Message):
     multiples of records.DIGEST_EVERY, and at the last records.DIGESTS_BEFORE_END positions.
     """
     choices: builtins.bytes
-    """uint32 for each sequence: which of several equal requests is meant, from 1; 0: none. Empty: none
-    for all.
+    """uint32 for each sequence: which of several equal requests is meant, from 1, the oldest; 0: none.
+    Empty: none for all.
     """
     choices_wrap: builtins.bool
-    """Whether the first of the equal requests follows the last."""
+    """Whether choices count from the newest request back, and again from the newest one behind the
+    oldest.
+    """
     num_keys: builtins.int
     """Number of keys; 0: 1."""
     @property

@@ -85,7 +85,7 @@ class Rollouts:
             known = self.rows.get(name, [])
             if not known:
                 continue
-            rows = known[used.get(name, 0)]
+            rows = known[-1 - used.get(name, 0)]  # from the newest back
             used[name] = used.get(name, 0) + 1
             there = torch.from_numpy(rows.astype(np.int64)).transpose(0, 1)
             ids[:, at : at + len(rows)] = there

@@ -557,7 +557,7 @@ class AsyncRouteClient:
             indexes: for each sequence, which one of several equal requests is meant: from 0 in
                 order of arrival; None: refuse.
             equal: "refuse" makes a sequence ambiguous that several requests have equally; with
-                "any" equal sequences of the call get them in turn.
+                "any" equal sequences of the call get them in turn, the newest first.
             timeout: seconds; the client's timeout if None.
 
         Returns:

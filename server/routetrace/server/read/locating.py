@@ -203,9 +203,11 @@ class Search:
         if not sequence.choice:
             return Outcome.AMBIGUOUS, None
         index = sequence.choice - 1
-        if index >= len(equal) and not self._wraps:
+        if self._wraps:  # older ones may be of older weights
+            return Outcome.FOUND, equal[-1 - index % len(equal)]
+        if index >= len(equal):
             return Outcome.NOT_FOUND, None
-        return Outcome.FOUND, equal[index % len(equal)]
+        return Outcome.FOUND, equal[index]
 
 
 def _equal(candidates: Sequence[Candidate]) -> list[Candidate]:
