@@ -49,6 +49,7 @@ POOL: tuple[Any, ...] = (
 READ: dict[str, Any] = {
     "missing": "raise", "wait_for": None, "timeout": 2.0, "policy": "latest",
     "prefix_rows": "never", "weight_version": None,
+    "equal": "refuse",
 }  # fmt: skip
 
 

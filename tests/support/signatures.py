@@ -44,7 +44,9 @@ CALLS = {
     "client.AsyncRouteClient.aclose": "",
     "client.ClientConfig.__init__": "* target run timeout security max_message_bytes grpc_options",
     "client.ClientConfig.from_env": "environ **overrides",
-    "client.ReadOptions.__init__": "* missing wait_for timeout policy prefix_rows weight_version",
+    "client.ReadOptions.__init__": (
+        "* missing wait_for timeout policy prefix_rows weight_version equal"
+    ),
     "client.Trace.tokens": "start stop",
     "client.Trace.layers": "layer_ids",
     "client.Trace.split": "prompt_len num_output_tokens",
