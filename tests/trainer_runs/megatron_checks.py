@@ -108,22 +108,26 @@ def _rank(_rank: int, layouts: list[Layout]) -> list[Any]:
     results = []
     with megatron_cpu.OnCpu():
         for layout in layouts:
-            parallel_state.initialize_model_parallel(
-                layout.tp,
-                layout.pp,
-                layout.vpp if layout.vpp > 1 else None,
-                context_parallel_size=layout.cp,
-                expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=1,
-            )
+            initialize(layout)
             results.append(_check(layout))
             parallel_state.destroy_model_parallel()
     return results
 
 
-def _check(layout: Layout) -> Any:
-    torch.manual_seed(1)
-    replica = parallel_state.get_data_parallel_rank()
+def initialize(layout: Layout) -> None:
+    """Make the groups of ranks of a layout."""
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def model_of(layout: Layout) -> Any:
+    """Return the model chunks of this rank."""
     config = make_config(
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.tp > 1,
@@ -147,16 +151,22 @@ def _check(layout: Layout) -> Any:
             "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         }[layout.recompute],
     )
-    chunks = make_chunks(config, own_tokens=layout.packed or layout.cp > 1)
+    return make_chunks(config, own_tokens=layout.packed or layout.cp > 1)
+
+
+def _check(layout: Layout) -> Any:
+    torch.manual_seed(1)
+    replica = parallel_state.get_data_parallel_rank()
+    chunks = model_of(layout)
     observer = Observer(chunks)
-    truth = _Truth(np.random.default_rng([7, replica]))
-    batches = [_Batch(layout, truth, number) for number in range(MICRO_BATCHES)]
+    truth = Truth(np.random.default_rng([7, replica]))
+    batches = [Batch(layout, truth, number) for number in range(MICRO_BATCHES)]
     rank = local_rank(chunks)
     rows = [truth.rows(FetchPlan.make(_LAYOUT, b.described, rank), b.number) for b in batches]
     for forward_only in (True, False):
         with replay(chunks, iter(rows) if forward_only else rows):
             get_forward_backward_func()(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=[iter(batches) for _ in chunks],
                 model=chunks,
                 num_microbatches=MICRO_BATCHES,
@@ -171,7 +181,7 @@ def _check(layout: Layout) -> Any:
     return *truth.compare(observer), replica, truth.counts(observer), truth.given
 
 
-def _forward_step(batches: Iterator[_Batch], model: Any) -> tuple[torch.Tensor, Any]:
+def forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
     later = torch.ones(1, 1, _PADDED_LEN, _PADDED_LEN, dtype=torch.bool).triu(1)
     output = model(batch.local, batch.local, later, packed_seq_params=batch.packed)
@@ -182,7 +192,7 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     return output.float().pow(2).mean(), {}
 
 
-class _Truth:
+class Truth:
     """Made-up rows of every token, by its serial number."""
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -231,14 +241,16 @@ class _Truth:
         return counts
 
 
-class _Batch:
+class Batch:
     """A micro-batch, as a trainer makes it: token ids are serial numbers, 0 is padding."""
 
-    def __init__(self, layout: Layout, truth: _Truth, number: int) -> None:
+    def __init__(self, layout: Layout, truth: Truth, number: int) -> None:
         self.number = number
         lengths = truth.rng.integers(1, (40 if layout.packed else _PADDED_LEN) + 1, _SLOTS)
         samples = [Sample.of(f"s{slot}", int(n)) for slot, n in enumerate(lengths)]
-        texts = [truth.serial(number, slot, np.arange(n)) for slot, n in enumerate(lengths)]
+        self.texts = texts = [
+            truth.serial(number, slot, np.arange(n)) for slot, n in enumerate(lengths)
+        ]
         for text in texts:
             truth.given[text] += 1
             truth.valid[text[-1]] = False  # the last token was never forwarded

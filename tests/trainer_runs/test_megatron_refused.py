@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from trainer_runs import megatron_cpu  # isort: skip  # noqa: F401  # first of a
 
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from routetrace.client import MicroBatch, ModelLayout, RouteClient, Sample, Unavailable
 from routetrace.client.rows import Rows
 from routetrace.common.errors import InvalidArgument
+from routetrace.trainers._megatron_tokens import layout_of
 from routetrace.trainers.megatron import replay
 from trainer_runs.megatron_passes import FULL, forward, make_model, make_rows
 
@@ -43,6 +46,37 @@ def test_what_bypasses_replay_is_refused(field: str, change: Any) -> None:
     with pytest.raises(InvalidArgument, match=field) as caught:
         replay(model, [])
     assert "layer" in str(caught.value)
+
+
+def test_rows_or_tokens_are_given() -> None:
+    model, batch = make_model(), MicroBatch.packed([Sample.of(token_ids=[1, 2])])
+    with RouteClient("127.0.0.1:1", timeout=0.1) as client:
+        for wrong, message in (
+            ({}, "rows is None"),
+            ({"rows": [], "client": client, "tokens": [batch]}, "rows is a list"),
+            ({"tokens": [batch]}, "rows is None; expected rows, or both client and tokens"),
+            ({"rows": [], "equal": "any"}, "equal is any; expected tokens beside it"),
+            ({"client": client, "tokens": batch}, "tokens is a MicroBatch"),
+            ({"client": client, "tokens": ["a"]}, r"tokens\[0\] is a str"),
+            ({"client": client, "tokens": [batch], "missing": "drop"}, "missing is 'drop'"),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                replay(model, **wrong)
+        with pytest.raises(Unavailable):
+            replay(model, client=client, tokens=[batch])
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [(1, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))]
+)
+def test_the_layout_of_a_configuration(frequency: Any, layers: tuple[int, ...]) -> None:
+    config = SimpleNamespace(
+        num_layers=4, moe_layer_freq=frequency, num_moe_experts=8, moe_router_topk=2
+    )
+    assert layout_of(config) == ModelLayout(layers, 4, 8, 2)
+    config.moe_layer_freq = [1]
+    with pytest.raises(InvalidArgument, match="moe_layer_freq"):
+        layout_of(config)
 
 
 def _configure(router: Any, value: Any) -> None:
