@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from types import MethodType
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from routetrace.client._shells.sync import RouteClient
 from routetrace.client.options import Equal
 from routetrace.client.plan import FetchPlan, Rank
 from routetrace.client.rows import FetchStats, Rows
+from routetrace.codec.records import U32
 from routetrace.common.errors import InvalidArgument, kind_of
 from routetrace.common.layout import ModelLayout
 from routetrace.common.values import Values
@@ -245,7 +247,7 @@ class AutoReplay:
 
     def _rows(self, given: Mapping[str, Any]) -> Rows:
         plan = FetchPlan.make(self._layout, batch_of(given), self._rank)
-        names = [np.asarray(ids, np.uint32).tobytes() for ids in plan.sequences]
+        names = [blake2b(np.asarray(ids, U32).tobytes()).digest()[:16] for ids in plan.sequences]
         locations = self._client.locate(plan.sequences, equal=self._equal)
         waits = any(names[i] not in self._given_up for i in locations.unsettled)
         if not waits:
